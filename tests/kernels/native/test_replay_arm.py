@@ -22,6 +22,7 @@ from specmamba.kernels.native.levels import LEVELS_OF, Level, chosen_level
 from specmamba.kernels.native.library import sources
 from specmamba.kernels.state_records.native_layers import NativeLayer
 from tests.kernels.native.replay import Function, Functions, Program, data_ptr
+from tests.pairwise import IS_FULL
 from tests.repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
@@ -84,7 +85,8 @@ def assert_all_called(calls: Path) -> None:
     assert set(json.loads(calls.read_text())) == {function.name for function in declared_functions()}
 
 
-@pytest.mark.parametrize("level", ARM_LEVELS, ids=lambda level: level.name)
+# Emulated, each takes minutes: the best level, and in a full run the others and whole texts.
+@pytest.mark.parametrize("level", ARM_LEVELS if IS_FULL else ARM_LEVELS[:1], ids=lambda level: level.name)
 def test_operators_on_arm(
     level: Level,
     arm_compiler: list[str],
@@ -97,6 +99,7 @@ def test_operators_on_arm(
     assert_all_called(tmp_path / "calls")
 
 
+@pytest.mark.skipif(not IS_FULL, reason="SPECMAMBA_TEST_FULL=1 runs whole texts in an emulator, for minutes")
 def test_exact_texts_on_arm(
     arm_compiler: list[str], arm_emulator: list[str], run_tests: Callable[..., None], tmp_path: Path
 ) -> None:
