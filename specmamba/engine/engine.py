@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -105,6 +106,7 @@ class Engine:
         self.context_length = self.memory_plan.context_length
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self._order = itertools.count()  # of arrival: never used twice, since settings on the device are kept by it
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
         self._watch = AcceptanceWatch(self.draft_plan.algorithm)
@@ -187,11 +189,10 @@ class Engine:
         max_output = min(params.max_tokens, self.context_length - len(prompt))
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_token_ids)}
         text = TextStream(Detokenizer(self.tokenizer), params.stop, stop_ids, max_output)
-        number = self._num_added
-        seed = params.seed if params.seed is not None else seed_of_request(self.config.seed, number)
+        seed = params.seed if params.seed is not None else seed_of_request(self.config.seed, self._num_added)
         forced = tuple(forced_output_ids)
         rule = accept_rule(self.config.speculative_accept, params, self.draft_plan.draws_drafts)
-        request = Request(request_id, number, prompt, params, seed, text, rule, forced, extra_key, owner)
+        request = Request(request_id, next(self._order), prompt, params, seed, text, rule, forced, extra_key, owner)
         if predicted_ids:
             request.predicted, request.rule = PredictedText(predicted_ids), "target"
         request.follower = self.constraints.follower(params, grammar, owner.name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specmamba import LLM
+from specmamba import LLM, SamplingParams
 from specmamba.draft.sizing.cost_file import CostFile, read_costs, write_costs
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
 from specmamba.engine import cost_measurement
@@ -43,3 +43,18 @@ def test_times_of_a_busy_machine_are_measured_again(
         assert (stats.num_running, stats.kv_used_tokens) == (0, 0)  # what was timed has left nothing
     [kept] = read_costs(file).entries
     assert kept.costs().times[1].verifies[1] == pytest.approx(1e-3 if is_measured else plain)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_first_request_behind_measurements_has_its_own_settings(
+    is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that were timed at the start had the same place in the order of arrival, and were greedy."""
+    file = tmp_path / "times.json"
+    monkeypatch.setattr(cost_measurement, "_cache_file", lambda: file)
+    params = SamplingParams(max_tokens=16, temperature=1.5, seed=3, ignore_eos=True)
+    for _ in range(1 + is_kept):
+        with LLM(**FLAGS) as llm:
+            first, second = (llm.generate("def add(a, b):", params)[0].token_ids for _ in range(2))
+            greedy = llm.generate("def add(a, b):", SamplingParams(max_tokens=16, ignore_eos=True))[0].token_ids
+            assert first == second != greedy
