@@ -21,7 +21,7 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
 from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
 from specmamba.draft.sizing.rounds import Bounds
-from specmamba.draft.sizing.sizer import WARM_SECONDS, DraftSizer, chain_depths
+from specmamba.draft.sizing.sizer import DraftSizer, chain_depths, is_warm
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
 from specmamba.errors import ConfigError
@@ -32,7 +32,7 @@ from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
-CACHE_NAME = "step-costs-5.json"  # with another number where times are measured in another way
+CACHE_NAME = "step-costs-6.json"  # with another number where times are measured in another way
 ROUNDS, TIMED, MAX_STEPS = 3, 3, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
 MAX_TIMED_SECONDS = 0.015  # of all steps of a kind: slow steps are timed fewer times
 PLAIN = 0, 1
@@ -278,16 +278,20 @@ def _seconds(
 def _turn(engine: TimedEngine, sizer: DraftSizer, size: int, kind: Kind) -> list[float] | None:
     """Seconds of a few steps of a kind, warm ones; None: a request has ended."""
     timed: list[float] = []
-    sizer.forced, began = kind, time.perf_counter()
+    num_warm, warm_seconds = 0, 0.0
+    sizer.forced = kind
     for _ in range(MAX_STEPS):
         if len(timed) == TIMED:
             break
-        is_warm = time.perf_counter() - began > WARM_SECONDS
         engine.step()
         if len(engine.scheduler.verifying) < size:
             return None
-        if sizer.last_seconds is not None and is_warm:
+        if sizer.last_seconds is None:
+            continue
+        if is_warm(num_warm, warm_seconds):
             timed.append(sizer.last_seconds)
+        else:
+            num_warm, warm_seconds = num_warm + 1, warm_seconds + sizer.last_seconds
     return timed
 
 

@@ -266,7 +266,9 @@ class StepGraphRunner:
             if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
                 most = pending_token_capacity(most)
         sampling = (inputs or self.inputs).write_settings(requests)
-        if call.is_sized:  # greedy rows take steps that sample, so that there are half as many kinds
+        if (
+            call.is_sized and not sampling.is_drawn
+        ):  # greedy rows take steps that sample, so that there are half as many kinds
             sampling = sampling._replace(is_drawn=True)
         return StepKind(
             batch_size=size,

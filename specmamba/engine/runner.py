@@ -131,16 +131,17 @@ class Runner:
             output = self.run_step(*self._drafts(requests, rows, size, drafter, chains))
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
-        self.pools.advance([len(tokens) - 1 for tokens in decided])
+        num_accepted = [len(tokens) - 1 for tokens in decided]
+        self.pools.advance(num_accepted)
         self.drafter.skip(rows, decided) if skips else self.drafter.advance(rows, decided)
         self.probe.lap("commit")
-        if sizer is not None:
-            learns = chains is None and all(request.follower is None for request in requests)
+        if sizer is not None and size is not None:
+            learns = size.depth > 0 and chains is None and all(request.follower is None for request in requests)
             if learns and sizer.learns_on_host:
                 sizer.learn(output.verdict.path.cpu().numpy(), output.verdict.num_accepted.cpu().numpy())
             is_usual = chains is None and num_unreplayed == self._num_unreplayed and not self._catches_up
             seconds = time.perf_counter() - began if is_usual else None
-            sizer.observe([len(tokens) - 1 for tokens in decided] if learns else None, seconds)
+            sizer.observe(num_accepted if learns else None, seconds)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]

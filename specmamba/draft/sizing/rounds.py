@@ -49,8 +49,15 @@ class Round:
     forced: tuple[int, int] | None  # what was forced when it began
     # of each step so far
     seconds: list[float | None] = field(default_factory=list)  # None: it was no usual step
-    num_nodes: list[int] = field(default_factory=list)
+    num_nodes: list[int] = field(default_factory=list)  # of trees, which differ from step to step
     num_accepted: list[Sequence[int]] = field(default_factory=list)  # of each request, where nothing else learns it
+    num_counted: int = 0  # steps that are in the figures
+
+    @property
+    def nodes_of_steps(self) -> list[int]:
+        """The nodes of each step so far, of all requests."""
+        is_fixed = self.size.is_chain or self.size.depth == 0
+        return [len(self.rows) * (1 + self.size.depth)] * len(self.seconds) if is_fixed else self.num_nodes
 
 
 @dataclass
@@ -67,11 +74,13 @@ class SizerFigures:
     measured_seconds: float = 0.0
     decision_seconds: float = 0.0  # of the host between steps; ``SizerState.seconds`` has the rest
 
-    def add(self, size: DraftSize, num_requests: int, num_nodes: int) -> None:
-        """Count a step."""
-        self.num_steps += 1
-        self.num_plain_steps += size.depth == 0
-        self.num_probes += size.is_probe
-        self.num_nodes += num_nodes
-        self.num_requests += num_requests
-        self.num_draft_levels += size.depth
+    def count(self, round_: Round) -> None:
+        """Count the steps of a round that have not been counted."""
+        size, number = round_.size, len(round_.seconds) - round_.num_counted
+        self.num_steps += number
+        self.num_plain_steps += number * (size.depth == 0)
+        self.num_probes += number * size.is_probe
+        self.num_nodes += sum(round_.nodes_of_steps[round_.num_counted :])
+        self.num_requests += number * len(round_.rows)
+        self.num_draft_levels += number * size.depth
+        round_.num_counted += number

@@ -19,10 +19,10 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
-FIRST_PROBE, LAST_PROBE = 8, 256  # steps between two probes
+FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two probes
 LONG_INTERVAL = 32  # between probes, from which on the drafter skips steps: drafts have not paid for long, or are dear
 STEPS_BEFORE_PROBE = 3  # in which the drafter follows the text again
-SHARE_OF_PROBES = 0.02  # of the time of all steps, at the most, from the first interval on
+SHARE_OF_PROBES = 0.01  # of the time of all steps, at the most, from the first interval on
 PROBED_SHARE = 4  # one request of so many is probed
 # steps of one decision: usually, while a change is near, and where drafts have long not paid
 ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
@@ -32,7 +32,7 @@ FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
 SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try; steps that this may delay one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 FIRST_LOOKS, NEAR_AT_FIRST = 3, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
-LEAST_STRETCH, LONGEST_STRETCH, LONGEST_IF_OFF = 3, 40, 12  # steps of a try
+TIMED_STEPS, MOST_TRIED_STEPS = 4, 24  # of a try: it ends when so many steps were timed, or made
 NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
 WEIGHT = 0.3  # of a new look in the mean gains
 
@@ -73,23 +73,24 @@ class DraftSchedule:
         self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = self._least_interval = FIRST_PROBE
         self._next_probed = self._num_new = 0
-        self._stretch: float = LEAST_STRETCH
+        self._stretch = TIMED_STEPS  # steps of a try that are expected
         self._lengths: Floats = np.ones(2 * (num_steps + 1))  # of a step of each option, over a plain one
         self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
         self._newest_other = self._batch_age = self._bucket = 0
         self._num_looks: dict[int, Ints] = {}  # tries so far of each option, by the power of two of the requests
-        self._trying, self._tried, self._num_tries = "plain", 0, 0  # a try, its option, and its steps that are left
+        # a try, its option, its steps that are left at the most, and those that have not been timed yet
+        self._trying, self._tried, self._num_tries, self._num_untimed = "plain", 0, 0, 0
         self._counted: tuple[str, ...] = ()  # what the steps of the newest ``next`` count for
 
-    def set_times(self, num_steps: float, lengths: Floats, of_probe: float = 0.0) -> None:
+    def set_times(self, num_tried: int, lengths: Floats, of_probe: float = 0.0) -> None:
         """Set how long steps take, in plain steps.
 
         Args:
-            num_steps: a try.
+            num_tried: steps of a try, those included that are not timed.
             lengths: [2 (D + 1)], a step of each option.
             of_probe: what a probe takes longer than plain steps.
         """
-        self._stretch, self._lengths = num_steps, lengths
+        self._stretch, self._lengths = num_tried, lengths
         self._least_interval = min(max(round(of_probe / SHARE_OF_PROBES), FIRST_PROBE), LAST_PROBE)
 
     def restart(self, rates: Floats, num_requests: int) -> None:
@@ -128,7 +129,8 @@ class DraftSchedule:
             self._start_try()
         if self._num_tries > 0:
             self._counted = ("try",)
-            return _within(max_depths, *self.option(self._tried)), min(ROUND, self._num_tries)
+            number = self._stretch if self._num_tries == MOST_TRIED_STEPS else self._num_untimed
+            return _within(max_depths, *self.option(self._tried)), min(number, self._num_tries)
         if self.depth:
             self._until_probe = self._probe_interval = self._least_interval
             self._counted = "plain", "other"
@@ -142,12 +144,15 @@ class DraftSchedule:
             return NOTHING, min(ROUND, number)
         return NOTHING_FOR_LONG, min(LONG_ROUND, number - STEPS_BEFORE_PROBE)
 
-    def passed(self, num_steps: int) -> None:
-        """Count steps that were made as the newest ``next`` said."""
+    def passed(self, num_steps: int, num_timed: int) -> None:
+        """Count steps that were made as the newest ``next`` said, and those of them that were timed."""
         self._batch_age += num_steps
         for name in self._counted:
             if name == "try":
-                self._num_tries -= num_steps
+                self._num_tries, self._num_untimed = self._num_tries - num_steps, self._num_untimed - num_timed
+                if self._num_untimed <= 0:
+                    self._num_tries = 0
+                    self._looks[self._tried] += 1
             elif name == "probe":
                 self._until_probe -= num_steps
             else:
@@ -201,12 +206,10 @@ class DraftSchedule:
                 continue
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
             length = float(self._lengths[place] / self._lengths[self._place])
-            longest = LONGEST_STRETCH if self.depth else LONGEST_IF_OFF
-            number = min(max(round(self._stretch / float(self._lengths[place])), LEAST_STRETCH), longest)
-            most = max(min(number * length * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
+            most = max(min(self._stretch * length * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
-            self._trying, self._tried, self._num_tries = name, place, number
-            self._looks[place] += 1
+            self._trying, self._tried = name, place
+            self._num_tries, self._num_untimed = MOST_TRIED_STEPS, TIMED_STEPS
             return
 
     def _another(self) -> int:

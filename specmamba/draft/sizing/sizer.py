@@ -18,7 +18,15 @@ from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
 from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch, SizerFigures
-from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, PROBED_SHARE, ROUND, SHORT_ROUND, DraftSchedule, DraftSize
+from specmamba.draft.sizing.schedule import (
+    NOTHING_FOR_LONG,
+    PROBED_SHARE,
+    ROUND,
+    SHORT_ROUND,
+    TIMED_STEPS,
+    DraftSchedule,
+    DraftSize,
+)
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import (
     LENGTH,
@@ -33,14 +41,13 @@ from specmamba.kernels.draft_sizing import (
     TreeArrays,
 )
 
-COST_INTERVAL = 128  # steps after which times are predicted anew
+COST_SECONDS = 0.25  # after which times are predicted anew, if no other kind of steps has been timed before
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
 DRAWS = 16  # kept drafts that are looked at, of all requests
 CHAINS_TO_LEARN = 4  # one round of chains of so many judges probabilities, which takes a few percent of a step
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
-WARM_SECONDS = 0.008  # after a change of kind in which steps take longer than later ones
+WARM_STEPS, WARM_SECONDS = 4, 0.008  # after a change of kind, in which steps take longer than later ones
 FACTOR_OF_PROBE = 2.0  # the drafter follows the text again before a probe, which takes about as long as the probe
-STRETCH_SECONDS = 0.02  # of another kind, to see what it brings or takes
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
 
 
@@ -61,7 +68,7 @@ class DraftSizer:
         self.bounds, self.costs, self.trees = bounds, costs, trees
         num_rows = len(trees.num_nodes)
         self.state = SizerState(bounds.depths, bounds.ranks, bounds.width, bounds.max_nodes, num_rows + 1)
-        self.figures = SizerFigures()
+        self._figures = SizerFigures()
         self.schedule = DraftSchedule(bounds.num_steps)
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
@@ -76,16 +83,25 @@ class DraftSizer:
         self._bases: list[list[float]] = []
         self._seconds = np.zeros((0, 0))
         self._chain_bases, self._chain_seconds = [0.0], np.zeros(1)
-        self._age = self._age_of_costs = 0  # steps so far when rates were last judged, -1: never; and times predicted
+        self._age = 0  # steps so far when rates were last judged; -1: never
+        self._next_costs = 0.0  # when times are predicted anew, by the clock
         self._is_news = False  # since rates were judged
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
         # depth and form of the newest steps, and the seconds of those that were timed
-        self._kind, self._warm_seconds = (0, False), 0.0
+        self._kind, self._num_warm, self._warm_seconds = (0, False), 0, 0.0
+        self._timed_kind = 0, False  # of the newest steps that were timed
         self._chain_places = bounds.chain_places
         self._is_option = _options(bounds.num_steps)
         self._round: Round | None = None
         self._offer: Offer | None = None  # of the planned step
         self._arranged: Offer | None = None  # by the rules of the present round
+
+    @property
+    def figures(self) -> SizerFigures:
+        """What has been decided since the start, the steps of the present round included."""
+        if self._round is not None:
+            self._figures.count(self._round)
+        return self._figures
 
     def begin(self, row: int, mode: int) -> None:
         """Start a request in this row."""
@@ -122,7 +138,7 @@ class DraftSizer:
         self._round = Round(batch, rows, size, number - 1, self.forced)
         self._offer = self._arranged = None
         self.learns_on_host = False
-        self.figures.decision_seconds += time.perf_counter() - began
+        self._figures.decision_seconds += time.perf_counter() - began
         return size
 
     def prepare(self, key: Hashable, padded_size: int) -> None:
@@ -178,18 +194,13 @@ class DraftSizer:
             seconds: that the step took, measured by the host; None: it was no usual step.
         """
         now, offer = self._present, self._offer
-        number, size = len(now.rows), now.size
         self.last_seconds = seconds
-        if size.is_chain:
-            num_nodes = number * (1 + size.depth)
+        now.seconds.append(seconds)
+        if now.size.is_chain:
             if offer is None and num_accepted is not None:
                 now.num_accepted.append(num_accepted)
-        else:
-            num_nodes = number if offer is None else draft_sizing.chosen(offer).num_nodes
-        self._is_news |= size.depth > 0
-        now.seconds.append(seconds)
-        now.num_nodes.append(num_nodes)
-        self.figures.add(size, number, num_nodes)
+        elif now.size.depth:
+            now.num_nodes.append(len(now.rows) if offer is None else draft_sizing.chosen(offer).num_nodes)
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
@@ -237,16 +248,23 @@ class DraftSizer:
         done, self._round = self._round, None
         if done is None or not done.seconds:
             return
+        self._figures.count(done)
+        self._is_news |= done.size.depth > 0
         kind = done.size.depth, done.size.is_chain
         if kind != self._kind:
-            self._kind, self._warm_seconds = kind, 0.0
+            self._kind, self._num_warm, self._warm_seconds = kind, 0, 0.0
         steps = []
-        for seconds, num_nodes in zip(done.seconds, done.num_nodes, strict=True):
-            if seconds is not None and self._warm_seconds > WARM_SECONDS:
+        for seconds, num_nodes in zip(done.seconds, done.nodes_of_steps, strict=True):
+            if seconds is None:
+                continue
+            if is_warm(self._num_warm, self._warm_seconds):
                 steps.append((seconds, num_nodes))
-            self._warm_seconds += seconds or 0.0
+            else:
+                self._num_warm, self._warm_seconds = self._num_warm + 1, self._warm_seconds + seconds
         if done.forced is None:
-            self.schedule.passed(len(done.seconds))
+            self.schedule.passed(len(done.seconds), len(steps))
+            if steps and kind != self._timed_kind:
+                self._timed_kind, self._next_costs = kind, 0.0
             if steps and len(done.rows) == self._num_requests:
                 self._learn_times(done, steps)
             if done.num_accepted:
@@ -271,8 +289,8 @@ class DraftSizer:
             self.costs.observe(number, depth, "chain", of, ratio * of, len(steps))
         else:
             self.costs.observe(number, num_nodes, depth > 0, of, ratio * of, len(steps))
-        self.figures.predicted_seconds += predicted
-        self.figures.measured_seconds += sum([seconds for seconds, _ in steps]) + self.overhead * len(steps)
+        self._figures.predicted_seconds += predicted
+        self._figures.measured_seconds += sum([seconds for seconds, _ in steps]) + self.overhead * len(steps)
 
     def _planned(self, batch: SizedBatch) -> tuple[DraftSize, int]:
         """What the next steps draft, and their number."""
@@ -288,12 +306,12 @@ class DraftSizer:
         if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
             self._num_drafts[batch.modes] += ROUND
             return DraftSize(deepest), ROUND  # little is known of such requests
-        now = self.figures.num_steps
+        now = self._figures.num_steps
         if self._age < 0:
             self.schedule.restart(self._rates(batch), len(batch.rows))
             self._age = now
         elif now - self._age >= SHORT_ROUND:
-            if now - self._age_of_costs > COST_INTERVAL:
+            if time.perf_counter() >= self._next_costs:
                 self._predict(batch)
             if self._is_news:
                 self.schedule.judge(self._rates(batch), now - self._age)
@@ -314,16 +332,17 @@ class DraftSizer:
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
         bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
         self._chain_bases, self._chain_seconds = bases.tolist(), chains + self.overhead
-        self._age_of_costs, self._is_news = self.figures.num_steps, True
+        self._next_costs, self._is_news = time.perf_counter() + COST_SECONDS, True
         plain = float(self._seconds[0, size])
         lengths = np.where(np.isfinite(self._chain_seconds), self._chain_seconds, 0.0) / plain
         probed = self._seconds[1, min(size + -(-size // PROBED_SHARE), most)] if self.bounds.num_steps else plain
         of_probe = FACTOR_OF_PROBE * (float(probed) / plain - 1.0)
-        self.schedule.set_times(STRETCH_SECONDS / plain, np.tile(np.maximum(lengths, 1.0), 2), of_probe)
+        num_tried = TIMED_STEPS + min(WARM_STEPS, math.ceil(WARM_SECONDS / plain))
+        self.schedule.set_times(num_tried, np.tile(np.maximum(lengths, 1.0), 2), of_probe)
 
     def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
-        draws = self.figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
+        draws = self._figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
         times = Times(self._seconds, self._chain_places, self._chain_seconds)
         return draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, times) * self._is_option
 
@@ -341,6 +360,11 @@ class DraftSizer:
             values[places[:depth]] = shares[: len(places)]
             values[places[depth:]] = shares[-1] * np.cumprod(odds[depth : len(places)])
             state.next_of_row[row] += 1
+
+
+def is_warm(num_steps: int, seconds: float) -> bool:
+    """Whether steps take no longer than later ones after so many of their kind, which took so long."""
+    return num_steps >= WARM_STEPS or seconds > WARM_SECONDS
 
 
 def _options(num_steps: int) -> Floats:
