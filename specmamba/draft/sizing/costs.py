@@ -42,6 +42,16 @@ class StepTimes:
     chains: Curve = field(default_factory=dict)  # whole steps with a chain for every request, by depth; or nothing
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Seconds of steps of some number of requests, by nodes of all requests."""
+
+    verifies: Floats  # [T], behind short prompts
+    of_key: Floats  # [T], added by every key
+    drafts: list[float]  # by depth
+    buckets: tuple[list[int], Ints]  # a number of nodes of each bucket, and the place of its bucket for each number
+
+
 @dataclass
 class StepCosts:
     """Predicts the seconds of steps. One owner: the sizer of an engine."""
@@ -55,6 +65,9 @@ class StepCosts:
     _speed: float = 0.0
     _factors: dict[Hashable, tuple[int, float]] = field(default_factory=dict)  # observed changes to it, logarithm
     _last: tuple[Hashable, Hashable] | None = None  # kind and bucket of the newest steps
+    # by what they are asked for, since they are asked for in the middle of serving
+    _tables: dict[tuple[int, int, int], _Table] = field(default_factory=dict)
+    _chains: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
     def totals(self, num_requests: int, max_depth: int, num_keys: int, max_nodes: int) -> list[tuple[Floats, Floats]]:
         """Predict steps by depth from 0 on and by nodes: [max_nodes + 1] seconds each, infinite below ``num_requests``.
@@ -67,18 +80,18 @@ class StepCosts:
             num_keys: in front of the roots, summed over the requests.
             max_nodes: of all requests.
         """
-        numbers = np.arange(num_requests, max_nodes + 1)
-        verify = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
-        verify += self._of_key(numbers / num_requests, self.of_key) * num_keys
-        drafts = np.array([0.0])
-        if max_depth:
-            drafts = np.append(drafts, self._mean(num_requests, lambda t: _at(t.drafts, np.arange(1, max_depth + 1))))
-        ratios = [self._ratios(num_requests, numbers, drafts) for drafts in (False, True)]
-        nothing = np.full(num_requests, math.inf)
-        found = []
-        for depth, seconds in enumerate(drafts.tolist()):
-            base = np.concatenate([nothing, verify + seconds])
-            found.append((base, np.concatenate([nothing, (verify + seconds) * ratios[depth > 0]])))
+        known = self._tables.get((num_requests, max_depth, max_nodes))
+        if known is None:
+            known = self._tables[num_requests, max_depth, max_nodes] = self._table(num_requests, max_depth, max_nodes)
+        verify = known.verifies + known.of_key * num_keys
+        buckets, places = known.buckets
+        nothing, found = np.full(num_requests, math.inf), []
+        for depth, draft in enumerate(known.drafts):
+            if depth < 2:
+                own = [self.ratio(num_requests, number, depth > 0) for number in buckets]
+                ratios = np.array(own)[places]
+            base = verify + draft
+            found.append((np.concatenate([nothing, base]), np.concatenate([nothing, base * ratios])))
         return found
 
     def chains(self, num_requests: int, num_keys: int, max_depth: int) -> tuple[Floats, Floats]:
@@ -88,27 +101,34 @@ class StepCosts:
         """
         if not all(t.chains for t in self.times.values()):
             return (np.full(max_depth + 1, math.inf),) * 2
-        depths = np.arange(1, max_depth + 1)
-        seconds = self._mean(num_requests, lambda t: _at(t.chains, depths))
-        seconds += self._of_key(depths + 1, self.of_key_in_chain) * num_keys
-        ratios = [self.ratio(num_requests, int(depth), "chain") for depth in depths]
+        known = self._chains.get((num_requests, max_depth))
+        if known is None:
+            depths = np.arange(1, max_depth + 1)
+            of_key = self._of_key(depths + 1, self.of_key_in_chain)
+            known = self._mean(num_requests, lambda t: _at(t.chains, depths)), of_key
+            self._chains[num_requests, max_depth] = known
+        seconds = known[0] + known[1] * num_keys
+        ratios = [self.ratio(num_requests, depth, "chain") for depth in range(1, max_depth + 1)]
         nothing = np.full(1, math.inf)
         return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
+
+    def _table(self, num_requests: int, max_depth: int, max_nodes: int) -> _Table:
+        """What is measured of steps of so many requests."""
+        numbers = np.arange(num_requests, max_nodes + 1)
+        drafts = [0.0]
+        if max_depth:
+            drafts += self._mean(num_requests, lambda t: _at(t.drafts, np.arange(1, max_depth + 1))).tolist()
+        verifies = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
+        buckets = [bucket_of(num_requests, number)[1] for number in numbers.tolist()]
+        _, firsts, places = np.unique(buckets, return_index=True, return_inverse=True)
+        of_key = self._of_key(numbers / num_requests, self.of_key)
+        return _Table(verifies, of_key, drafts, (numbers[firsts].tolist(), places))
 
     def ratio(self, num_requests: int, num_nodes: int, kind: Hashable) -> float:
         """Measured over predicted time of steps of a kind, as far as it is known; of chains by depth."""
         size, _ = bucket = bucket_of(num_requests, num_nodes)
         own = sum(self._factors.get(key, (0, 0.0))[1] for key in ((size, kind), (bucket, kind)))
         return math.exp(self._speed) * min(max(math.exp(own), LEAST_RATIO), MOST_RATIO)
-
-    def _ratios(self, num_requests: int, numbers: Ints, kind: Hashable) -> Floats:
-        """Those of some numbers of nodes, computed once for each bucket."""
-        found: dict[tuple[int, int], float] = {}
-        for number in numbers.tolist():
-            bucket = bucket_of(num_requests, number)
-            if bucket not in found:
-                found[bucket] = self.ratio(num_requests, number, kind)
-        return np.array([found[bucket_of(num_requests, number)] for number in numbers.tolist()])
 
     def observe(
         self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float, num_steps: int = 1

@@ -79,6 +79,7 @@ class DraftSizer:
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = self._num_chain_rounds = 0
+        self._padded: dict[int, Ints] = {}  # by number of requests
         # predicted for the present requests, by depth and nodes: as measured at the start, and as it is thought now
         self._bases: list[list[float]] = []
         self._seconds = np.zeros((0, 0))
@@ -322,12 +323,9 @@ class DraftSizer:
         """Predict the times of steps of these requests, by depth and number of nodes."""
         size = self._num_requests = len(batch.rows)
         most = size * self.bounds.max_nodes
-        padded = np.array(self._totals(size))
-        numbers = np.arange(size, most + 1)
-        to = np.maximum(padded[np.minimum(np.searchsorted(padded, numbers), len(padded) - 1)], size)
-        keys, largest = batch.num_keys(), int(to.max())
+        padding = self._padding(size)
+        keys, largest = batch.num_keys(), int(padding[-1])
         found = self.costs.totals(size, self.bounds.num_steps, keys, largest)
-        padding = np.concatenate([np.arange(size), to])
         self._bases = [base[padding].tolist() for base, _ in found]
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
         bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
@@ -339,6 +337,15 @@ class DraftSizer:
         of_probe = FACTOR_OF_PROBE * (float(probed) / plain - 1.0)
         num_tried = TIMED_STEPS + min(WARM_STEPS, math.ceil(WARM_SECONDS / plain))
         self.schedule.set_times(num_tried, np.tile(np.maximum(lengths, 1.0), 2), of_probe)
+
+    def _padding(self, size: int) -> Ints:
+        """The number of nodes to which each number of nodes of so many requests is padded."""
+        if size not in self._padded:
+            totals = np.array(self._totals(size))
+            numbers = np.arange(size, size * self.bounds.max_nodes + 1)
+            to = np.maximum(totals[np.minimum(np.searchsorted(totals, numbers), len(totals) - 1)], size)
+            self._padded[size] = np.concatenate([np.arange(size), to])
+        return self._padded[size]
 
     def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
