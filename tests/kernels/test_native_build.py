@@ -17,6 +17,7 @@ import pytest
 
 from specmamba.kernels.native import cpp_compiler, levels, library
 from specmamba.kernels.native.levels import LEVELS, LEVELS_OF, Level, available_levels, chosen_level
+from tests.pairwise import IS_FULL
 from tests.repository import ROOT
 
 KERNELS = library.sources()
@@ -216,6 +217,7 @@ def test_levels_have_libraries_of_their_own(source: Path, compiler: None) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_FULL, reason="SPECMAMBA_TEST_FULL=1 compiles what test_native_wheel.py compiles once more")
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_every_kernel_compiles_for_every_level(level: Level, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for those that this CPU cannot run: their results are untried here, and tried where a CPU has them."""
