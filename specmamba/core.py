@@ -286,6 +286,14 @@ class DraftTree:
     draft_probs: Tensor | None = None  # [B, N, V] float32
     allowed_tokens: Tensor | None = None  # [B, N, ceil(V/32)] int32, bits: what may follow each node; None: anything
 
+    def first(self, num_rows: int) -> DraftTree:
+        """Return the trees of the first ``num_rows`` rows, without the padding rows after them."""
+        shape = self.shape
+        parents, ancestors, depth = (x[:num_rows] for x in (shape.parents, shape.ancestors, shape.depth))
+        own = TreeShape(parents, ancestors, depth, shape.is_chain, shape.max_children)
+        probs, allowed = (None if x is None else x[:num_rows] for x in (self.draft_probs, self.allowed_tokens))
+        return DraftTree(self.tokens[:num_rows], own, probs, allowed)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

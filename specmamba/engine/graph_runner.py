@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specmamba.cache.memory import MemoryPlan
 from specmamba.cache.shapes import pending_token_capacity
-from specmamba.core import Batch, DraftTree
+from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.cuda_graphs import GraphReplay, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
@@ -23,15 +23,15 @@ from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
 from specmamba.kernels import gpu
 from specmamba.kernels.draft_sizing import Chosen, Ints
-from specmamba.verify.acceptance import AcceptPolicy
+from specmamba.sampling_params import SamplingBatch
 from specmamba.verify.pools import Pools
 from specmamba.verify.result import StepOutput
 from specmamba.verify.state_buffers import VerifySlots
-from specmamba.verify.step import Drafts, GivenDrafts
+from specmamba.verify.step import Drafts, GivenDrafts, Scored, Verifier
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # nodes of the largest chosen tree, padded, on a GPU
 PROBED_NODES = 2  # of a request, the root included
-RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,26 @@ class StepCall:
 
     requests: Sequence[Request]  # in order of their rows, no more than the largest bucket
     drafter: Drafter
-    run_step: RunStep  # ``verify.step.step`` on the engine's target and pools
-    policy: AcceptPolicy  # that ``run_step`` follows
+    verifier: Verifier  # of the engine
     pending_tokens: HostPendingTokens | None = None  # as the drafter prepared them
     is_sized: bool = False  # one of many kinds of steps for different sizes of drafts
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedDrafts:
+    """Drafts whose part before the verify is replayed."""
+
+    drafts: Drafts
+    graphs: StepGraphRunner
+    call: StepCall
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the trees."""
+        return self.graphs.draft(self.call, self.drafts)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter."""
+        self.drafts.observe(batch, verdict, features)
 
 
 class StepGraphRunner:
@@ -93,14 +109,36 @@ class StepGraphRunner:
 
     def run_given(self, call: StepCall, tree: DraftTree) -> StepOutput:
         """Replay a step on trees that were drafted before it, without distributions."""
-        kind = self._kind(call)
-        # drafts of varying size: powers of two, so that not every size is a kind of its own
-        num_nodes = min(gpu.next_power_of_2(tree.shape.num_nodes), kind.num_nodes)
-        is_chain = tree.shape.is_chain and tree.shape.num_nodes == num_nodes
-        kind = kind._replace(num_nodes=num_nodes, is_chain=is_chain, max_children=tree.shape.max_children)
+        kind = self._kind_of_given(call, tree)
         return self._replay(
             call, kind, None, lambda: GivenDrafts(self.inputs.tree(kind)), lambda: self.inputs.trees.write(tree)
         )
+
+    def run_scored(
+        self, call: StepCall, tree: DraftTree, sampling: SamplingBatch, num_logprobs: int | None
+    ) -> StepOutput:
+        """Replay the target's forward on trees that were drafted before it, and decide operator by operator.
+
+        One request with a grammar, a bias or log probabilities does not keep the forward of its batch from being
+        replayed.
+
+        Args:
+            call: the step.
+            tree: may have masks and the distributions of its drafts.
+            sampling: of the bucket's rows.
+            num_logprobs: as for ``Batch``.
+        """
+        kind = self._kind_of_given(call, tree)
+        scoring = kind._replace(sampling=Sampling(), is_forced=False)
+
+        def score(batch: Batch, slots: VerifySlots) -> Scored:
+            return call.verifier.score(batch, GivenDrafts(self.inputs.tree(scoring)), slots)
+
+        key = "score", scoring
+        scored: Scored = self._run(call, kind, key, self._part(scoring, score), lambda: self.inputs.trees.write(tree))
+        batch = replace(self.inputs.batch(kind), sampling=sampling, num_logprobs=num_logprobs)
+        tree = _padded(tree, scored.tree)
+        return call.verifier.decide(batch, replace(scored, tree=tree)).first(len(call.requests))
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
@@ -120,7 +158,7 @@ class StepGraphRunner:
             num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
             packed = bucket * num_nodes
             kind = kind._replace(num_nodes=num_nodes, num_packed=packed, max_children=num_nodes - 1, depth=depth)
-        key = kind, call.policy, drafter, sizer
+        key = kind, call.verifier.policy, drafter, sizer
 
         def read(candidates: Candidates) -> DraftTree:
             if size.is_chain:
@@ -129,6 +167,30 @@ class StepGraphRunner:
 
         drafts = DraftsInStep(drafter, sizer, depth, key, read)
         return self._replay(call, kind, (drafter, sizer), lambda: drafts, lambda: sizer.prepare(key, bucket))
+
+    def draft(self, call: StepCall, drafts: Drafts) -> DraftTree:
+        """Replay the draft of a capturable drafter; valid until the next replay, distributions longer.
+
+        Args:
+            call: the step.
+            drafts: of its drafter, made for this kind of step, and equal to others that draft the same.
+        """
+        kind = self._kind(call)
+        if not kind.sampling.has_rejection:  # tokens are not drawn
+            kind = kind._replace(sampling=Sampling(), is_forced=False)
+        self._pools.table.upload()
+
+        def propose() -> DraftTree:
+            return drafts.propose(self.inputs.batch(kind))
+
+        def fill() -> None:
+            self.inputs.write(call.requests, call.pending_tokens, kind)
+
+        tree: DraftTree = self.replay.run(("draft", kind, drafts), propose, self.inputs.clear, fill)
+        probs, size = tree.draft_probs, len(call.requests)
+        if probs is not None:
+            tree = replace(tree, draft_probs=probs.clone())
+        return tree if size == kind.batch_size else tree.first(size)
 
     def offer(self, call: StepCall, drafted: Sequence[Request], size: DraftSize) -> Candidates:
         """Replay a draft of a capturable drafter; its numbers are valid until the next replay.
@@ -143,7 +205,7 @@ class StepGraphRunner:
         inputs, own, drafter = self.inputs, call.pending_tokens, call.drafter
         if size.drafted is not None and own is not None:
             inputs, own = self._draft_inputs, own.of(np.flatnonzero(size.drafted).tolist())
-        call = StepCall(drafted, drafter, call.run_step, call.policy, own, call.is_sized)
+        call = StepCall(drafted, drafter, call.verifier, own, call.is_sized)
         kind = self._kind(call, inputs)._replace(num_nodes=size.depth)
         self._pools.table.upload()
 
@@ -194,7 +256,7 @@ class StepGraphRunner:
                     kind = StepKind(bucket, num_nodes, Sampling(is_drawn), self._max_root_position, is_deferred)
                     kind = kind._replace(max_pending_tokens=most)
                     step = self._step(call, kind, lambda: drafter)
-                    self.replay.run((kind, call.policy, drafter), step, self.inputs.clear, self.inputs.clear)
+                    self.replay.run((kind, call.verifier.policy, drafter), step, self.inputs.clear, self.inputs.clear)
 
     def _keep_probs(self, drafter: Drafter, num_rows: int, draft_probs: Tensor) -> None:
         """Copy distributions to where captured steps read them."""
@@ -225,7 +287,20 @@ class StepGraphRunner:
         drafts: Callable[[], Drafts],
         write_tree: Callable[[], None] | None = None,
     ) -> StepOutput:
-        """Write the inputs of a step and run it; ``name`` tells apart what kinds do not: None where no drafter runs."""
+        """Run a whole step; ``name`` tells apart what kinds do not: None where no drafter runs."""
+        key, step = (kind, call.verifier.policy, name), self._step(call, kind, drafts)
+        output: StepOutput = self._run(call, kind, key, step, write_tree)
+        return output.first(len(call.requests))
+
+    def _run(
+        self,
+        call: StepCall,
+        kind: StepKind,
+        key: Hashable,
+        function: Callable[[], Any],
+        write_tree: Callable[[], None] | None,
+    ) -> Any:
+        """Write the inputs of a step and run a function on them."""
         requests = call.requests
         self._pools.table.upload()
         rows = [request.held_row for request in requests]
@@ -237,21 +312,30 @@ class StepGraphRunner:
             if write_tree is not None:
                 write_tree()
 
-        step = self._step(call, kind, drafts)
-        output: StepOutput = self.replay.run((kind, call.policy, name), step, self.inputs.clear, fill)
-        return output.first(len(requests))
+        return self.replay.run(key, function, self.inputs.clear, fill)
 
     def _step(self, call: StepCall, kind: StepKind, drafts: Callable[[], Drafts]) -> Callable[[], StepOutput]:
         """Return the function that runs a step of this kind on the input buffers."""
+        return self._part(kind, lambda batch, slots: call.verifier.step(batch, drafts(), slots))
 
-        def step() -> StepOutput:
-            batch = self.inputs.batch(kind)
+    def _part(self, kind: StepKind, run: Callable[[Batch, VerifySlots], T]) -> Callable[[], T]:
+        """Return the function that calls ``run`` with the input buffers of a step of this kind."""
+
+        def part() -> T:
             buffers = self._pools.state_buffers
             folds = buffers.folds_in_verify or buffers.folds_in_plan
             slots = self.inputs.slots(kind, buffers.node_offset(kind.num_nodes), folds, self._device)
-            return call.run_step(batch, drafts(), slots)
+            return run(self.inputs.batch(kind), slots)
 
-        return step
+        return part
+
+    def _kind_of_given(self, call: StepCall, tree: DraftTree) -> StepKind:
+        """The kind of a step on trees that were drafted before it."""
+        kind, shape = self._kind(call), tree.shape
+        # drafts of varying size: powers of two, so that not every size is a kind of its own
+        num_nodes = min(gpu.next_power_of_2(shape.num_nodes), max(kind.num_nodes, shape.num_nodes))
+        is_chain = shape.is_chain and shape.num_nodes == num_nodes
+        return kind._replace(num_nodes=num_nodes, is_chain=is_chain, max_children=shape.max_children)
 
     def _kind(self, call: StepCall, inputs: StepInputs | None = None) -> StepKind:
         requests, drafter, pending_tokens = call.requests, call.drafter, call.pending_tokens
@@ -280,6 +364,20 @@ class StepGraphRunner:
             max_pending_tokens=most,
             keeps_tokens=pending_tokens is not None and pending_tokens.kept is not None,
         )
+
+
+def _padded(tree: DraftTree, to: DraftTree) -> DraftTree:
+    """``to``, which has the rows and nodes of ``tree`` and padding, with the masks and distributions of ``tree``."""
+    (size, count), (most, width) = tree.tokens.shape, to.tokens.shape
+    probs = allowed = None
+    if tree.draft_probs is not None:
+        probs = tree.draft_probs.new_zeros(most, width, tree.draft_probs.shape[2])
+        probs[:size, :count] = tree.draft_probs
+    if tree.allowed_tokens is not None:
+        words = tree.allowed_tokens.shape[2]
+        allowed = tree.allowed_tokens.new_full((most, width, words), -1)
+        allowed[:size, :count] = tree.allowed_tokens
+    return replace(to, draft_probs=probs, allowed_tokens=allowed)
 
 
 def _with_own_pending_tokens(kind: StepKind, call: StepCall) -> StepKind:

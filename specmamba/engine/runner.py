@@ -13,6 +13,7 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
@@ -21,19 +22,20 @@ from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured_steps import capture_steps
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
-from specmamba.engine.graph_runner import StepCall, StepGraphRunner
+from specmamba.engine.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target
-from specmamba.sampling_params import SamplingBatch
+from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.probe import StepProbe
 from specmamba.verify.result import StepOutput, StepResult, known_token_logprobs
-from specmamba.verify.state_buffers import VerifySlots
-from specmamba.verify.step import Drafts, GivenDrafts, step
+from specmamba.verify.step import Drafts, Verifier
+
+NO_REQUEST = SamplingParams(temperature=0.0)  # of rows that are padding
 
 
 class Runner:
@@ -48,15 +50,17 @@ class Runner:
         policy: AcceptPolicy,
         constraints: Constraints,
     ) -> None:
-        self.target, self.drafter, self.pools, self.policy = target, drafter, pools, policy
+        self.target, self.drafter, self.pools = target, drafter, pools
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
         self.probe = StepProbe(device)
+        self.verifier = Verifier(target, pools, policy, self.probe)
         self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of each view in every step
         self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints
         self._nobody = NoDrafter()  # in steps that the drafter skips
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
+        self._is_in_parts = False  # the step is not replayed as a whole, and its time says nothing about others
         self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
         self._sized: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[Ints, Ints, Ints]] | None = None
 
@@ -109,7 +113,7 @@ class Runner:
         return [finite and has for finite, has in zip(is_finite, has_logits, strict=True)]
 
     def step(self, requests: Sequence[Request]) -> list[StepResult]:
-        """Draft, verify, accept, commit (``verify.step``): one to N new tokens for every request.
+        """Draft, verify, accept, commit (``verify/step.py``): one to N new tokens for every request.
 
         Args:
             requests: those that verify now, in order of their rows; their grammars are settled.
@@ -128,7 +132,7 @@ class Runner:
         chains = self._predicted(requests)
         output = self._run_captured(requests, rows, size, drafter, chains)
         if output is None:
-            output = self.run_step(*self._drafts(requests, rows, size, drafter, chains))
+            output = self.verifier.step(*self._drafts(requests, rows, size, drafter, chains))
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
@@ -139,7 +143,7 @@ class Runner:
             learns = size.depth > 0 and chains is None and all(request.follower is None for request in requests)
             if learns and sizer.learns_on_host:
                 sizer.learn(output.verdict.path.cpu().numpy(), output.verdict.num_accepted.cpu().numpy())
-            is_usual = chains is None and num_unreplayed == self._num_unreplayed and not self._catches_up
+            is_usual = num_unreplayed == self._num_unreplayed and not (self._is_in_parts or self._catches_up)
             seconds = time.perf_counter() - began if is_usual else None
             sizer.observe(num_accepted if learns else None, seconds)
         if self.on_draft is not None:
@@ -147,10 +151,6 @@ class Runner:
                 request = requests[place]
                 self.on_draft(output.draft_of(place, request.request_id, decided[place], request.owner.tenant))
         return results
-
-    def run_step(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> StepOutput:
-        """Run ``verify.step.step`` on this target and these pools."""
-        return step(batch, drafts, self.target, self.pools, self.policy, self.probe, slots)
 
     def capture(self, is_sized: bool) -> list[str]:
         """Capture the most frequent steps; returns the lines of the start-up report about them.
@@ -172,12 +172,14 @@ class Runner:
     def _run_drafted_before(
         self, graphs: StepGraphRunner, requests: Sequence[Request], batch: Batch, drafts: Drafts
     ) -> StepOutput:
-        """Draft before the step, replay the verify, and observe after it."""
-        tree = drafts.propose(batch)
-        if tree.draft_probs is None:
-            output = graphs.run_given(self._call(requests), tree)
+        """Draft before the step, replay the verify, or what no request keeps from it, and observe after it."""
+        tree, call = drafts.propose(batch), self._call(requests)
+        if tree.draft_probs is None and not any(request.params.is_special for request in requests):
+            output = graphs.run_given(call, tree)
         else:
-            output = self.run_step(batch, GivenDrafts(tree))
+            bucket = graphs.bucket(batch.size)
+            assert bucket is not None
+            output = graphs.run_scored(call, tree, self._sampling_batch(requests, bucket), batch.num_logprobs)
         drafts.observe(batch, output.verdict, output.features)
         return output
 
@@ -188,19 +190,32 @@ class Runner:
         size: DraftSize | None,
         drafter: Drafter,
         chains: Sequence[Sequence[int]] | None,
+        graphs: StepGraphRunner | None = None,
     ) -> tuple[Batch, Drafts]:
-        """The batch of a step that is run operator by operator, and what drafts in it."""
+        """The batch of a step that is run operator by operator, and what drafts in it: by ``graphs``, if given."""
         drafted_for = [r for i, r in enumerate(requests) if r.params.is_drafted and not (chains and chains[i])]
         wants_drafts = bool(drafted_for) and (size is None or size.depth > 0)
-        pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts, drafter)
-        batch = self._whole_batch(requests, pending_tokens)
+        if graphs is not None and not drafter.is_capturable:
+            graphs = None
+        num_rows = (graphs and graphs.bucket(len(rows))) or len(rows)
+        pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts, drafter, num_rows)
+        batch, call = self._whole_batch(requests, pending_tokens), self._call(requests, pending_tokens, drafter)
         drafts: Drafts = drafter if wants_drafts else PlainDrafts(drafter)
-        if size is not None and wants_drafts and size.is_chain:
-            drafts = ChainDrafts(self.drafter, size.depth + 1)
-        elif size is not None and wants_drafts:
+        if size is not None and wants_drafts and not size.is_chain:
             assert self.sizer is not None
-            own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
-            drafts = SizedDrafts(self.drafter, self.sizer, size, own)
+
+            def offer(size: DraftSize = size) -> Candidates:
+                if graphs is not None:
+                    return graphs.offer(call, drafted, size)
+                own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
+                return self.drafter.offer(own, size.depth)
+
+            drafts = SizedDrafts(self.drafter, self.sizer, size, offer)
+        else:
+            if size is not None and wants_drafts:
+                drafts = ChainDrafts(self.drafter, size.depth + 1)
+            if graphs is not None and (wants_drafts or self._catches_up):
+                drafts = ReplayedDrafts(drafts, graphs, call)
         if chains is not None:
             drafts = PredictedDrafts(drafts, chains)
         if any(request.follower is not None or self._is_bounded(request) for request in requests):
@@ -216,14 +231,16 @@ class Runner:
         chains: Sequence[Sequence[int]] | None,
     ) -> StepOutput | None:
         """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
-        graphs = self.graph_runner
+        graphs, self._is_in_parts = self.graph_runner, False
         if graphs is None or self.probe.is_watching or self.target.is_watched:
             return None
         bucket = graphs.bucket(len(requests))
-        if bucket is None or any(request.params.is_special or self._is_bounded(request) for request in requests):
+        if bucket is None:
             return None
-        if chains is not None:
-            return self._run_drafted_before(graphs, requests, *self._drafts(requests, rows, size, drafter, chains))
+        if chains is not None or any(request.params.is_special or self._is_bounded(request) for request in requests):
+            self._is_in_parts = True
+            before = self._drafts(requests, rows, size, drafter, chains, graphs)
+            return self._run_drafted_before(graphs, requests, *before)
         if size is not None and drafter is self.drafter:
             return self._run_sized(graphs, requests, rows, size)
         if drafter.is_capturable:
@@ -238,7 +255,7 @@ class Runner:
         drafter: Drafter | None = None,
     ) -> StepCall:
         drafter = drafter or self.drafter
-        return StepCall(requests, drafter, self.run_step, self.policy, pending_tokens, self.sizer is not None)
+        return StepCall(requests, drafter, self.verifier, pending_tokens, self.sizer is not None)
 
     def _is_bounded(self, request: Request) -> bool:
         """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""
@@ -250,7 +267,7 @@ class Runner:
         """Replay a step of the planned size."""
         drafter, sizer = self.drafter, self.sizer
         assert sizer is not None
-        pending_tokens, drafted = self._prepared(requests, rows, size, size.depth > 0, drafter)
+        pending_tokens, drafted = self._prepared(requests, rows, size, size.depth > 0, drafter, len(rows))
         if not drafter.is_capturable:
             return self._run_on_host_drafts(graphs, requests, drafted, size, pending_tokens)
         call = self._call(requests, pending_tokens)
@@ -290,10 +307,14 @@ class Runner:
         size: DraftSize | None,
         wants_drafts: bool,
         drafter: Drafter,
+        num_rows: int,
     ) -> tuple[HostPendingTokens | None, Sequence[Request]]:
-        """Prepare the drafter; returns its pending tokens, and the requests that are drafted for."""
+        """Prepare the drafter; returns its pending tokens, and the requests that are drafted for.
+
+        ``num_rows``: of the batch that is drafted for, with padding.
+        """
         if size is None or size.drafted is None or not wants_drafts:
-            pending_tokens = drafter.prepare(rows, len(rows), wants_drafts)
+            pending_tokens = drafter.prepare(rows, num_rows, wants_drafts)
             self._catches_up = not wants_drafts and pending_tokens is not None and not pending_tokens.is_deferred
             return pending_tokens, requests
         self._catches_up = False
@@ -379,12 +400,14 @@ class Runner:
             return None
         return forced_ahead(requests, self.drafter.max_nodes).to(self._device)
 
-    def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
-        """Return the sampling settings of a batch; the tensors are reused until its members change."""
-        members = tuple(request.sequence_number for request in requests)
+    def _sampling_batch(self, requests: Sequence[Request], num_rows: int | None = None) -> SamplingBatch:
+        """Return the sampling settings of a batch, padded to ``num_rows``; reused until its members change."""
+        padding = [NO_REQUEST] * ((num_rows or len(requests)) - len(requests))
+        members = tuple([request.sequence_number for request in requests]) + (-1,) * len(padding)
         if self._sampling is None or self._sampling[0] != members:
-            columns = [r.params for r in requests], [r.seed for r in requests]
-            batch = SamplingBatch.of(*columns, self._device, [r.rule for r in requests])
+            params, seeds = [r.params for r in requests] + padding, [r.seed for r in requests] + [0] * len(padding)
+            rules = [r.rule for r in requests] + ["target"] * len(padding)
+            batch = SamplingBatch.of(params, seeds, self._device, rules)
             self._sampling = members, batch
         return self._sampling[1]
 

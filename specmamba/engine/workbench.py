@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from pydantic import ValidationError
@@ -107,7 +108,8 @@ class Workbench:
     def use_synthetic_acceptance(self, probability: float | None) -> None:
         """Accept drafts with a given probability, for studies of cost; the text is worthless. None: judge drafts."""
         runner = self._idle_engine().runner
-        runner.policy = runner.policy._replace(synthetic_acceptance=probability)
+        policy = runner.verifier.policy._replace(synthetic_acceptance=probability)
+        runner.verifier = replace(runner.verifier, policy=policy)
 
     def record_ranks(self) -> RankRecorder:
         """Draft nothing from now on, and record for every forced token how the draft head ranked it.

@@ -40,6 +40,10 @@ class PathLogprobs:
         tokens = verdict.path_tokens[:, : logits.shape[1]].clamp(0, logits.shape[-1] - 1)  # padding may have any value
         return cls(*sampling_ops.token_logprobs(on_path, tokens, num_top))
 
+    def first(self, num_rows: int) -> PathLogprobs:
+        """Return those of the first ``num_rows`` rows."""
+        return PathLogprobs(self.own[:num_rows], self.top[:num_rows], self.top_tokens[:num_rows])
+
     def read(self, tokens: Sequence[Sequence[int]], num_top: Sequence[int | None]) -> list[tuple[TokenLogprob, ...]]:
         """Read them on the host, with ``num_top`` likeliest tokens for each request; None: it gets no entries."""
         columns = self.own.tolist(), self.top.tolist(), self.top_tokens.tolist()
@@ -92,6 +96,7 @@ class StepOutput:
             packed=self.packed[:num_rows],
             tokens=self.tokens[:num_rows],
             parents=self.parents[:num_rows],
+            logprobs=None if self.logprobs is None else self.logprobs.first(num_rows),
         )
 
     def read(self, num_logprobs: Sequence[int | None]) -> list[StepResult]:

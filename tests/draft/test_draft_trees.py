@@ -322,7 +322,7 @@ def test_every_node_of_a_real_tree_is_drafted_from_its_own_path(page_size: int, 
     assert isinstance(drafter, MTPDrafter)
     with torch.inference_mode():
         rows = tuple(request.held_row for request in requests)
-        pending_tokens, _ = engine.runner._prepared(requests, rows, None, True, engine.runner.drafter)
+        pending_tokens, _ = engine.runner._prepared(requests, rows, None, True, drafter, len(rows))
         batch = engine.runner._whole_batch(requests, pending_tokens)
         tree = drafter.propose(batch)
         parents = tree.shape.parents[:, :].tolist()

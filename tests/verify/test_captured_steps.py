@@ -24,7 +24,7 @@ from specmamba.cuda_graphs import EagerReplay, NativeReplay, StepWatch
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.step_inputs import StepInputs, StepKind
 from specmamba.errors import ConfigError
-from specmamba.sampling_params import SpeculationParams
+from specmamba.sampling_params import GrammarSpec, SpeculationParams
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.verify.result import StepOutput
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
@@ -66,6 +66,17 @@ SETTINGS: dict[str, list[SamplingParams]] = {
             seed=i,
             top_k=9 * i,
             speculative=SpeculationParams(accept="target" if i % 2 else "rejection"),
+        )
+        for i in range(5)
+    ],
+    "decided directly": [
+        SamplingParams(
+            max_tokens=9 + i,
+            temperature=0.9 * (i != 1),
+            seed=i,
+            logprobs=2 if i in (0, 4) else None,
+            logit_bias={9: 2.5} if i in (1, 4) else {},
+            speculative=SpeculationParams(max_depth=1) if i == 3 else True,
         )
         for i in range(5)
     ],
@@ -159,7 +170,7 @@ class TestText:
         asked = [("greedy", size) for size in sizes]
         if IS_FULL or drafts in ("plain", "tree", "drawn tree"):
             asked += [("drawn", 3)]
-        asked += [("filtered and penalized", 3)]
+        asked += [("filtered and penalized", 3), ("decided directly", 1), ("decided directly", 3)]
         with new_llm(drafts, **DIRECT) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
             graphs = replayed.engine.runner.graph_runner
             assert graphs is not None
@@ -168,9 +179,33 @@ class TestText:
             for case in asked:
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
             graphs.replay = EagerReplay(has_fixed_shapes=True)
-            some = ("greedy", 1), ("filtered and penalized", 3), ("both rules", 3)
+            some = ("greedy", 1), ("filtered and penalized", 3), ("both rules", 3), ("decided directly", 3)
             for case in [case for case in asked if IS_FULL or case in some]:
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
+
+    @pytest.mark.usefixtures("needs_native")
+    @pytest.mark.parametrize("adaptive", ["off", "auto"])
+    @pytest.mark.parametrize("grammar", [None, GrammarSpec(kind="regex", text="[a-z ]{60}")])
+    def test_a_batch_with_a_special_request_replays_the_forward(
+        self, adaptive: str, grammar: GrammarSpec | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Log probabilities or a grammar of one of three requests: no model runs operator by operator."""
+        special = {"logprobs": 1} if grammar is None else {"grammar": grammar}
+        params = [SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=grammar is None) for _ in range(3)]
+        params[1] = params[1].model_copy(update=special)
+        flags: dict[str, Any] = {"speculative_adaptive": adaptive, "speculative_num_steps": 3}
+        with new_llm("plain", **DIRECT) as plain, LLM(dtype="float32", **MEMORY | flags) as llm:
+            expected = [output.token_ids for output in plain.generate(PROMPTS[:3], params)]
+            for _ in range(3):  # kinds of steps are run and recorded
+                got = [output.token_ids for output in llm.generate(PROMPTS[:3], params)]
+                assert_same_greedy_texts(got, expected, PROMPTS[:3], lambda: new_llm("plain"))
+            target, calls = llm.engine.runner.target, []
+            forward = target.forward
+            monkeypatch.setattr(target, "forward", lambda *given: calls.append(given[0].shape) or forward(*given))
+            before = llm.engine.stats().spec.num_verify_steps
+            llm.generate(PROMPTS[:3], params)
+            assert llm.engine.stats().spec.num_verify_steps - before > 30
+            assert len(calls) <= 6  # prompts, and kinds of steps that are recorded still
 
     @pytest.mark.usefixtures("needs_native")
     def test_is_the_same_on_two_threads(self) -> None:

@@ -23,11 +23,11 @@ class SizedDrafts(DrafterInStep):
 
     sizer: DraftSizer
     size: DraftSize  # that the sizer has planned
-    drafted: Batch  # requests that are drafted for
+    offer: Callable[[], Candidates]  # for requests that are drafted for, and perhaps for padding
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
-        candidates = self.drafter.offer(self.drafted, self.size.depth)
+        candidates = self.offer()
         chosen = self.sizer.choose(candidates, batch.size)
         return tree_of(candidates, self.sizer.trees, chosen, batch, self.size)
 
