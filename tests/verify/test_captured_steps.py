@@ -201,7 +201,12 @@ class TestText:
                 assert_same_greedy_texts(got, expected, PROMPTS[:3], lambda: new_llm("plain"))
             target, calls = llm.engine.runner.target, []
             forward = target.forward
-            monkeypatch.setattr(target, "forward", lambda *given: calls.append(given[0].shape) or forward(*given))
+
+            def counted(tokens: torch.Tensor, *given: Any) -> Any:
+                calls.append(tokens.shape)
+                return forward(tokens, *given)
+
+            monkeypatch.setattr(target, "forward", counted)
             before = llm.engine.stats().spec.num_verify_steps
             llm.generate(PROMPTS[:3], params)
             assert llm.engine.stats().spec.num_verify_steps - before > 30
