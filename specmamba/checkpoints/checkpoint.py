@@ -42,6 +42,8 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
             )
     elif folder.exists():
         folder = _folder_of_file(folder)
+    elif folder.suffix == ".gguf":
+        raise CheckpointError(f"there is no file {folder}")
     else:
         folder = _download(model, revision)
     require_safetensors(folder)

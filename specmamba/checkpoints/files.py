@@ -105,9 +105,12 @@ def _require_few_values(file: Path) -> None:
 
 
 def require_safetensors(folder: Path) -> None:
-    """Raise CheckpointError for a folder without safetensors; the message names a pickle file, if there is one."""
+    """Raise CheckpointError for a folder without safetensors; the message names a GGUF or pickle file in it."""
     if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE, GGUF_FILE)):
         return
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        raise CheckpointError(f"{folder} has no {SINGLE_FILE}, but GGUF files: name one of them, such as {ggufs[0]}")
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
     refused = f"; {pickles[0]} is refused, since loading a pickle runs code from it" if pickles else ""
     raise CheckpointError(

@@ -49,9 +49,9 @@ HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 HALVES |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ3_S"), (0,))
 
 
-def write_base(folder: Path) -> Path:
-    """The checkpoint that the others are made of, in float32."""
-    write_tiny_checkpoint(folder, 3, **SIZES)
+def write_base(folder: Path, **sizes: Any) -> Path:
+    """The checkpoint that the others are made of, in float32; ``sizes``: in place of those of ``SIZES``."""
+    write_tiny_checkpoint(folder, 3, **(SIZES | sizes))
     shorten_tokenizer(folder / "tokenizer.json")
     return folder
 

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from specmamba.bench.load import main
-from tests.tiny import write_tiny_checkpoint
+from tests.checkpoints.formats import FORMATS, write_base
+from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
+
+MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "layer_types": [LINEAR, FULL] * 4}
+MOST_BESIDE = 64 << 20  # of memory: what is read or decoded at a time is one matrix, of 16 MiB in float32
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,3 +29,15 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--models", str(tmp_path / "nothing")])
     assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["FP8 blocks of Qwen", "GGUF Q8_0", "GGUF Q4_K"])
+def test_memory(form: str, tmp_path: Path) -> None:
+    """Of loading, beside the weights that are kept: what one matrix takes, and a seventh of all."""
+    base = write_base(tmp_path / "base", **MODEL)
+    model, file = FORMATS[form](base, tmp_path / "model"), tmp_path / "load.json"
+    assert main(["--rounds", "1", "--json", str(file), "--models", str(model)]) == 0
+    (load,) = json.loads(file.read_text())["models"][0]["loads"]
+    assert load["weight_bytes"] > 64 << 20
+    assert load["peak_bytes"] < 1.15 * load["weight_bytes"] + MOST_BESIDE

@@ -238,6 +238,15 @@ class TestResolve:
         with pytest.raises(CheckpointError, match="neither a GGUF file nor"):
             resolve_checkpoint(str(DEMO_MODEL / "config.json"), None)
 
+    def test_gguf_files(self, tmp_path: Path) -> None:
+        """One that does not exist, and a folder of them."""
+        file = tmp_path / "a-Q4_K_M.gguf"
+        with pytest.raises(CheckpointError, match=f"there is no file {file}"):
+            resolve_checkpoint(str(file), None)
+        file.touch()
+        with pytest.raises(CheckpointError, match=rf"but GGUF files: name one of them, such as {file}"):
+            resolve_checkpoint(str(tmp_path), None)
+
     @pytest.mark.parametrize("model", ["/no/such/folder", "./none", "a/b/c", "two words", ""])
     def test_neither_folder_nor_hub_id(self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -72,6 +72,21 @@ def test_drafts_change_nothing(
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_head_in_codes_beside_a_target_without(form: str, needs_native: None) -> None:
+    """It is smaller, drafts with it are accepted, and the text is that of plain decoding."""
+    sizes, texts = {}, {}
+    for own in (form, "none"):
+        flags = {"speculative_draft_model_quantization": own, "speculative_num_steps": 3, "speculative_adaptive": "off"}
+        with LLM(**(FLAGS | flags)) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
+            sizes[own] = llm.engine.models.weight_bytes
+        texts[own] = [output.token_ids for output in outputs]
+        assert min(output.spec.accept_length for output in outputs) > 1.5
+    assert texts[form] == texts["none"]
+    assert sizes[form] < sizes["none"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_rounding_at_load_is_that_of_the_command(form: str, quantized: dict[str, Path], needs_native: None) -> None:
     """But for scales, which the file stores in bf16, and the output head, which is rounded at load only."""
     rounded = logits(Path(EngineConfig().model_path), quantization=form)

@@ -140,6 +140,18 @@ def test_bits_of_words(case: str, nested: bool, tmp_path: Path) -> None:
                 reader.take_quantized("a.weight", tuple(expected.shape))
 
 
+@pytest.mark.parametrize("plain", [{"bits": 16, "data_type": "float"}, {"bits": 16}, {"bits": 8, "data_type": "fp8"}])
+def test_layers_that_are_not_in_whole_numbers(plain: Config, tmp_path: Path) -> None:
+    """auto-round lists layers that it leaves as they are, or in floats: what it says of their groups is not read."""
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int"}
+    write(tmp_path, forms()["gptq"][0], config | {"extra_config": {"b": plain | {"group_size": 0}}})
+    check(tmp_path, None)
+    write(tmp_path, forms()["gptq"][0], config | {"group_size": 64, "extra_config": {"a": plain | {"group_size": 32}}})
+    check(tmp_path, "of 32 inputs; .* of 64")
+    write(tmp_path, forms()["gptq"][0], config | {"extra_config": {"b": {"bits": 4, "group_size": 0}}})
+    check(tmp_path, "a group should be a number of inputs, but is 0")
+
+
 BITS_OF_4 = r"a\.weight is stored in codes of 4 bits; its config says 8"
 BITS_OF_16 = r"a\.weight is stored in codes of 8 bits; its config says 16"
 

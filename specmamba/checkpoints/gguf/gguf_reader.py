@@ -14,7 +14,7 @@ from torch import Tensor
 from specmamba.checkpoints.files import copy_mapped
 from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, shape_of_matrix, to_matrix, type_name
 from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, TensorEntry, model_tensors, read_header
-from specmamba.checkpoints.quantized.scales import vanish_as_a_whole
+from specmamba.checkpoints.quantized.scales import check_values, require
 from specmamba.checkpoints.tensor_reader import DTYPES, StoredTensor, TensorReader
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
@@ -103,18 +103,17 @@ class GgufReader(TensorReader):
             return data.view(FLOAT_TYPES[info.kind]).view(info.shape)
         kind = BLOCK_TYPES.get(info.kind)
         found = _other_blocks(data, info) if kind is None else to_matrix(data, kind, info.shape)
-        numbers = (found,) if isinstance(found, Tensor) else (found.scale, found.minimum)
-        if not all(x is None or bool(x.isfinite().all()) for x in numbers):
-            raise CheckpointError(f"{self._file}: {source} has scales that are NaN or infinite")
-        if _is_lost(found, data, info):  # one block of zeros, or of tiny weights, has a scale of zero
-            raise CheckpointError(f"{self._file}: {source} has scales of zero for weights that are not zero")
+        where = f"{self._file}: {source}"
+        if isinstance(found, QuantizedMatrix):
+            check_values(where, found)  # one block of zeros, or of tiny weights, has a scale of zero
+            return found
+        require(bool(found.isfinite().all()), f"{where} has scales that are NaN or infinite")
+        require(not _is_lost(found, data, info), f"{where} has scales of zero for weights that are not zero")
         return found
 
 
-def _is_lost(found: Stored, data: Tensor, info: TensorEntry) -> bool:
+def _is_lost(found: Tensor, data: Tensor, info: TensorEntry) -> bool:
     """Whether all scales of a tensor, or all its weights, are zero, and what is stored is not the same everywhere."""
-    if isinstance(found, QuantizedMatrix):
-        return vanish_as_a_whole(found)
     if info.kind == Q2_K:  # its minima have a scale of their own
         codes, scales = data.view(-1, Q2_K_BYTES)[:, 16:80], data.view(-1, Q2_K_BYTES)[:, 80:82].contiguous()
         return not bool(scales.view(torch.float16).any()) and not bool((codes == codes[0, 0]).all())

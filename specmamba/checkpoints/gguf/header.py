@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
@@ -121,9 +121,22 @@ def _read_header(file: Path, reader: Any) -> Header:
         if name in found:
             raise CheckpointError(f"{file} has two tensors named {name}")
         found[name] = TensorEntry(shape, number, begin + offset, num_bytes)
-    if sum(tensor.num_bytes for tensor in found.values()) > size:
-        raise ValueError("its tensors lie over each other")
+    _require_in_order(found, begin, alignment)
     return Header(metadata, found)
+
+
+def _require_in_order(tensors: Mapping[str, TensorEntry], begin: int, alignment: int) -> None:
+    """Raise ValueError where tensors do not follow each other, as in ggml: one has another type or shape than it says.
+
+    Args:
+        tensors: in the order of the table.
+        begin: of the first, in bytes.
+        alignment: of all, in bytes.
+    """
+    for name, tensor in tensors.items():
+        if tensor.begin != begin:
+            raise ValueError(f"{name} begins at byte {tensor.begin}, but what is before it ends at {begin}")
+        begin += -(-tensor.num_bytes // alignment) * alignment
 
 
 def _require_few(data: Any) -> None:

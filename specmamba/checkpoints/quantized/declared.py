@@ -17,6 +17,7 @@ PER_TENSOR, PER_OUTPUT = (ALL, ALL), (1, ALL)
 MX_GROUP, NVFP4_GROUP = 32, 16
 DEFAULT_BLOCK = (128, 128)
 MAX_BLOCK = 1 << 16
+PLAIN_BITS = 16  # of numbers that are not codes
 _Scheme = tuple[Kind, Iterable[int], Iterable[Spread]]  # bits and spreads; none: it does not say
 
 
@@ -96,10 +97,19 @@ def _mxfp4(_config: Mapping[str, Any]) -> list[_Scheme]:
 
 def _words(config: Mapping[str, Any]) -> list[_Scheme]:
     """GPTQ, AWQ and auto-round: for all layers, and for those that are listed with values of their own."""
-    if not str(config.get("data_type", "int")).startswith("int"):
-        return []  # auto-round has other types of codes
+    if not _has_whole_numbers(config):
+        return []
     bits, sizes = ([_checked(key, size) for size in _everywhere(config, key)] for key in ("bits", "group_size"))
     return [("whole numbers", bits, [(1, size) for size in sizes])]
+
+
+def _has_whole_numbers(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or a part of one about a layer, is of whole numbers: auto-round has other types of codes.
+
+    A layer that it leaves as it is has 16 bits or more, and often a group size of 0.
+    """
+    bits = config.get("bits")
+    return str(config.get("data_type", "int")).startswith("int") and not (type(bits) is int and bits >= PLAIN_BITS)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> list[_Scheme]:
@@ -147,12 +157,12 @@ def _weights_of_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _everywhere(config: Mapping[str, Any], key: str) -> list[Any]:
-    """The values of a key in a config and in what is nested in it."""
+    """The values of a key in a config and in what is nested in it, of layers in whole numbers."""
     found, left = [], [config]
     while left:
         each = left.pop()
         found += [each[key]] if each.get(key) is not None else []
-        left += [value for value in each.values() if isinstance(value, dict)]
+        left += [value for value in each.values() if isinstance(value, dict) and _has_whole_numbers(value)]
     return found
 
 

@@ -99,26 +99,46 @@ def numbers(scale: Tensor) -> Tensor:
 
 
 def check_scales(name: str, matrix: QuantizedMatrix, parts: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for scales that are no numbers, or that make weights vanish.
+    """Raise CheckpointError for scales that are no numbers, too large, or that make weights vanish.
 
     The smallest positive e4m3 is 2**-9, so in such scales a zero here and there is a group of tiny weights; so is one
     beside a zero point, whose scales are float16.
     """
     if matrix.codes.is_meta:
         return
-    for found in (matrix.scale, matrix.minimum):
-        require(found is None or bool(found.isfinite().all()), f"{name} has scales that are NaN or infinite")
+    check_values(name, matrix)
     is_e4m3 = "scale" in parts and parts["scale"].dtype is torch.float8_e4m3fn
-    is_lost = vanish_as_a_whole if is_e4m3 or matrix.minimum is not None else _vanish_in_part
-    require(not is_lost(matrix), f"{name} has scales of zero for weights that are not zero")
+    is_lost = not is_e4m3 and matrix.minimum is None and _vanish_in_part(matrix)
+    require(not is_lost, f"{name} has scales of zero for weights that are not zero")
+
+
+def check_values(name: str, matrix: QuantizedMatrix) -> None:
+    """Raise CheckpointError for scales that are of no use in any format: NaN, infinite, too large, zero everywhere."""
+    found = [x for x in (matrix.scale, matrix.minimum) if x is not None]
+    require(all(bool(x.isfinite().all()) for x in found), f"{name} has scales that are NaN or infinite")
+    largest, lowest = (float(x.abs().max()) if x.numel() else 0.0 for x in (found[0], found[-1]))
+    bound = largest * _largest_value(matrix) + (lowest if matrix.minimum is not None else 0.0)
+    require(
+        bound <= torch.finfo(torch.bfloat16).max,
+        f"{name} has a scale of {largest:.2g}, with which weights are infinite",
+    )
+    require(not vanish_as_a_whole(matrix), f"{name} has scales of zero for weights that are not zero")
+
+
+def _largest_value(matrix: QuantizedMatrix) -> float:
+    """The largest that a code can mean before it is scaled."""
+    if matrix.table is not None:
+        return float(matrix.table.nan_to_num().abs().max())
+    return float(1 << (matrix.bits - (matrix.codes.dtype is torch.int8)))
 
 
 def vanish_as_a_whole(matrix: QuantizedMatrix) -> bool:
     """Whether all scales of a matrix, or of one that is stacked, are zero, though its codes are not all alike.
 
     What a writer stores for a matrix of zeros differs by format: a code of zero, a zero point, the lowest code.
+    2**-127 counts as zero: bytes of zero are that where scales are exponents.
     """
-    is_zero = (matrix.scale == 0).flatten(-2).all(-1)
+    is_zero = (matrix.scale.abs() < torch.finfo(torch.float32).tiny).flatten(-2).all(-1)
     if not bool(is_zero.any()):
         return False
     values = _values_of(matrix).flatten(-2)
