@@ -14,6 +14,7 @@ from torch import Tensor
 from specmamba.cache.shapes import SCALE_DTYPE, CacheShape
 from specmamba.kernels import state_copy
 from specmamba.kernels.paged_attention.codes import as_bytes
+from specmamba.processes.unused_memory import give_back_pages
 
 Pages = NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
@@ -74,7 +75,8 @@ class PageAllocator:
             RuntimeError: a page is free already, is given twice, does not belong to this pool, or was not pinned.
         """
         self._check_held(pages)
-        if len(np.unique(pages)) < len(pages):
+        ordered = np.sort(pages)  # np.unique imports numpy.ma
+        if (ordered[1:] == ordered[:-1]).any():
             raise RuntimeError("a KV page was freed twice in one call")
         if pinned:
             self._unpin(pages)
@@ -163,6 +165,16 @@ class KVPool:
         """Tokens in pages that the prefix cache alone holds: they can be evicted."""
         return self.allocator.num_evictable * self.page_size
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether all pages are free."""
+        return self.allocator.num_free == self.allocator.num_pages
+
+    def give_back(self) -> None:
+        """Give back the memory of an unused pool, on a CPU."""
+        for group in self._groups:
+            give_back_zeros(group)
+
     def clear(self, slots: Tensor) -> None:
         """Make keys and values in these slots [T] zeros, in all layers; a code of 0 is 0 by any scale."""
         for layer in (*self.k, *self.v):
@@ -189,11 +201,22 @@ def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     """Allocate zeros that take physical memory on a CPU only when they are first written.
 
     A pool has its largest size from the start. PyTorch writes its zeros at once; NumPy gets them from the operating
-    system, which maps a page at its first use.
+    system, which maps a page at its first use, or clears memory that was freed before, which is given back here.
     """
     if device.type != "cpu":
         return torch.zeros(*size, dtype=dtype, device=device)
     num_bytes = math.prod(size) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
     offset = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[offset : offset + num_bytes]).view(dtype).view(*size)
+    zeros = torch.from_numpy(memory[offset : offset + num_bytes]).view(dtype).view(*size)
+    give_back_zeros(zeros)
+    return zeros
+
+
+def give_back_zeros(zeros: Tensor) -> None:
+    """Give back the memory that a tensor of ``lazy_zeros`` has taken: its whole pages are zeros again.
+
+    On other devices than a CPU, and other systems than Linux, it stays as it is.
+    """
+    if zeros.is_cpu:
+        give_back_pages(zeros.data_ptr(), zeros.nbytes)

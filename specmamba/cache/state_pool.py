@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specmamba.cache.kv_pool import lazy_zeros
+from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
 
 PREFIX_CACHE = "prefix cache"  # the owner of states that any request may copy
@@ -53,6 +53,16 @@ class StatePool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether all slots are free."""
+        return len(self._free) == self.num_slots
+
+    def give_back(self) -> None:
+        """Give back the memory of an unused pool, on a CPU."""
+        for states in self._states:
+            give_back_zeros(states)
 
     def allocate(self, owner: str) -> int | None:
         """Allocate the lowest free slot with the state before any token (zeros, position 0); None if there is none."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import stat
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import CheckpointError
+from specmamba.processes.unused_memory import give_back_pages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,20 +31,9 @@ def copy_mapped(mapped: Tensor) -> Tensor:
     Without that a process that has read a checkpoint holds the whole file beside the copies, as far as memory goes.
     """
     copy = mapped.clone()
-    begin, page = mapped.data_ptr(), mmap.PAGESIZE
-    first, last = -(-begin // page) * page, (begin + mapped.nbytes) // page * page
-    if mapped.is_contiguous() and last - first >= _MIN_PAGES_BYTES:
-        _madvise(first, last - first, mmap.MADV_DONTNEED)  # a wish: the copy is made
+    if mapped.is_contiguous() and mapped.nbytes >= _MIN_PAGES_BYTES:
+        give_back_pages(mapped.data_ptr(), mapped.nbytes)  # a wish: the copy is made
     return copy
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def _madvise(address: int, length: int, advice: int) -> None:
-    _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

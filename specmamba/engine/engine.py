@@ -34,7 +34,6 @@ from specmamba.engine.loading import (
     process_threads,
     require_target,
     resolve_device,
-    return_freed_memory,
     set_threads,
 )
 from specmamba.engine.model_report import describe_engine
@@ -45,6 +44,7 @@ from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestEr
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
 from specmamba.models.text.tokenizer import Detokenizer
+from specmamba.processes.unused_memory import return_freed_memory
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools
@@ -148,6 +148,7 @@ class Engine:
         self.scheduler.num_preemptions = 0
         self.flush_cache()
         self.cache_manager.cache.forget_figures()
+        self.pools.give_back()
 
     def add_request(
         self,

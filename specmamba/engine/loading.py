@@ -254,13 +254,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
 
 
-def return_freed_memory() -> None:
-    """Return freed memory to the system, in every thread's part of the heap. Only glibc has a call for that."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
-
-
 def _is_set_by_user() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import linecache
 import logging
 import signal
 import socket
@@ -15,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from specmamba.engine.thread import EngineThread
+from specmamba.processes.unused_memory import drop_library_pages, return_freed_memory
 from specmamba.server.app import create_app
 from specmamba.server.http.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
 from specmamba.server.listener import is_reached_from_outside, listen, url_of
@@ -88,8 +90,8 @@ def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: s
     """Serve to the end. Returns the exit status, and whether the engine's thread has ended."""
     engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
     engine_thread.start()
-    _keep_what_is_loaded()
     server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
+    _keep_what_is_loaded()
     server.run(sockets=[listener])
     ignore_signals()  # ``ShutdownWatch`` goes on
     grace_s = _ABANDONED_TIMEOUT_S if server.has_abandoned_engine else _HANG_TIMEOUT_S
@@ -103,10 +105,14 @@ def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: s
 def _keep_what_is_loaded() -> None:
     """Take modules, model and pools, which live as long as the process, out of garbage collection.
 
-    Collecting them takes a tenth of a second, in which no request gets a token.
+    Collecting them takes a tenth of a second, in which no request gets a token. What was needed to load them alone goes
+    back to the system.
     """
+    linecache.clearcache()  # lines of modules that inspected themselves
     gc.collect()
     gc.freeze()
+    drop_library_pages()  # the engine's thread waits for requests, so that no library is being loaded
+    return_freed_memory()
 
 
 class ApiServer(uvicorn.Server):

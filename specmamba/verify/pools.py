@@ -43,6 +43,16 @@ class Pools:
         self.counts = TokenCounts(plan.num_rows, vocab_size, device)
         self._device = device
 
+    def give_back(self) -> None:
+        """Make keys, values, states and records zeros that take no memory on a CPU, as at the start.
+
+        Does nothing while a request or the prefix cache holds a page or a slot.
+        """
+        if self.kv.is_unused and self.states.is_unused:
+            self.kv.give_back()
+            self.states.give_back()
+            self.state_buffers.give_back()
+
     def place(self, batch: Batch, tree: DraftTree, slots: VerifySlots | None) -> Placement:
         """Choose the slots that the verify of ``tree`` reads and writes.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
@@ -48,14 +49,13 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self._reads_moves = device.type == "cpu" and not gpu.runs_on(device)
         self._widened: Tensor | None = None  # [rows, Hv, K, V] float32, the checkpoints of one layer and batch
         size = (layers, num_rows + 1, self.capacity)
-        self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
-        self.u = torch.zeros(*size, s.num_value_heads, s.value_dim, device=device)
-        self.decay = torch.zeros(*size, s.num_value_heads, device=device)
+        self.k = lazy_zeros((*size, s.num_key_heads, s.key_dim), torch.float32, device)
+        self.u = lazy_zeros((*size, s.num_value_heads, s.value_dim), torch.float32, device)
+        self.decay = lazy_zeros((*size, s.num_value_heads), torch.float32, device)
         self._records = self.k, self.u, self.decay
         self.window = s.conv_width - 1
-        self.conv_inputs = torch.zeros(
-            layers, num_rows + 1, self.window + size[2], s.conv_channels, dtype=shape.dtype, device=device
-        )
+        of_inputs = layers, num_rows + 1, self.window + self.capacity, s.conv_channels
+        self.conv_inputs = lazy_zeros(of_inputs, shape.dtype, device)
         self._layers = [
             state_records.Buffers(*of_layer)
             for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
@@ -73,6 +73,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             return states.unbind()
         self._widened = torch.zeros(num_rows + 1, *states.shape[2:], device=states.device)
         return [self._widened] * len(states)
+
+    def give_back(self) -> None:
+        for buffer in (*self._records, self.conv_inputs):
+            give_back_zeros(buffer)
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
         """Start with no pending records and the checkpoint's window."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
@@ -33,13 +34,15 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         super().__init__(pool, max_nodes)
         s = shape.state
         size = (shape.num_state_layers, num_rows + 1, max_nodes)
-        self.intermediate_ssm = torch.zeros(*size, s.num_value_heads, s.key_dim, s.value_dim, device=device)
+        self.intermediate_ssm = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), torch.float32, device)
         self.window = s.conv_width - 1
-        self.intermediate_conv_window = torch.zeros(
-            *size, self.window, s.conv_channels, dtype=shape.dtype, device=device
-        )
+        self.intermediate_conv_window = lazy_zeros((*size, self.window, s.conv_channels), shape.dtype, device)
         self._paths = torch.zeros(num_rows + 1, max_nodes, dtype=torch.int64, device=device)
         self._path_length = [0] * (num_rows + 1)  # nodes of the last commit's path, while their snapshots exist
+
+    def give_back(self) -> None:
+        give_back_zeros(self.intermediate_ssm)
+        give_back_zeros(self.intermediate_conv_window)
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
         """Start without snapshots."""

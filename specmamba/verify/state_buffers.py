@@ -111,6 +111,10 @@ class StateBuffers(ABC, Generic[PlanT]):
         """Forget a row; its checkpoint stays where it is. A row that never began is fine."""
         self._leases.pop(row, None)
 
+    @abstractmethod
+    def give_back(self) -> None:
+        """Give back the memory of what is kept, on a CPU; no row has begun."""
+
     def position(self, row: int) -> int:
         """Return the position of a row's current state: the number of tokens it has seen.
 

@@ -31,7 +31,9 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows.values():
         assert 0 < row["range"][0] <= row["median"] <= row["range"][1]
         assert row["runs"] == 1
-    assert rows[startup.IDLE, "MiB"]["median"] > rows[startup.TORCH_SIZE, "MiB"]["median"]  # it imports PyTorch too
+    # It imports PyTorch too, and has given back the pages of libraries and pools: 115 MiB and more above it before.
+    of_torch = rows[startup.TORCH_SIZE, "MiB"]["median"]
+    assert of_torch / 2 < rows[startup.IDLE, "MiB"]["median"] < of_torch + 60
     assert "idle server" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specmamba.engine.loading import return_freed_memory
+from specmamba.processes.unused_memory import return_freed_memory
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import SERVER, ApiError, queue_timeout
 from specmamba.server.observe.call_record import AbortReason

@@ -1,0 +1,87 @@
+"""Memory that this process holds and does not need: back to the operating system.
+
+Linux alone has the calls with the meaning that is needed here, and glibc the one for freed memory. Elsewhere, and where
+the system refuses, nothing happens: all of this only makes a process smaller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import sys
+from collections.abc import Container, Iterator
+from functools import cache
+from pathlib import Path
+
+_HEAD = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<access>\S{4}) \S+ \S+ \d+ *(?P<file>.*)")
+_OWN_PAGES = ("Anonymous", "Private_Dirty", "Swap")  # of a mapping: pages that are not those of its file
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system, in every thread's part of the heap. Only glibc has a call for that."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def give_back_pages(address: int, num_bytes: int) -> int:
+    """Give back the pages that lie in a range whole. What is read there next is zeros, or the mapped file again.
+
+    Returns:
+        The bytes that were given back; 0 where the system has no such call, and the content stays.
+    """
+    page = mmap.PAGESIZE
+    first, last = -(-address // page) * page, (address + num_bytes) // page * page
+    if last <= first or sys.platform != "linux":
+        return 0
+    status = _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    return 0 if status else last - first
+
+
+def drop_library_pages() -> int:
+    """Let go of the pages of programs and libraries that are as in their files. Returns their bytes.
+
+    Most of them were read once, while modules were imported. Those that are used again come back at their next use,
+    from the system's page cache, a few microseconds for 64 KiB. A mapping with a single page of its own (relocations,
+    data) is left as it is, and so are mapped files without code. No other thread may load a library meanwhile: a
+    mapping that gets its relocations right now would lose them.
+    """
+    if sys.platform != "linux":
+        return 0
+    try:
+        clean = [*_clean_mappings(_loaded_files())]
+    except OSError:  # a system without these files, or that forbids them
+        return 0
+    return sum(num_resident for begin, end, num_resident in clean if give_back_pages(begin, end - begin))
+
+
+def _loaded_files() -> set[str]:
+    """The files of which code is mapped."""
+    with Path("/proc/self/maps").open(errors="replace") as lines:
+        heads = [head for line in lines if (head := _HEAD.match(line)) is not None]
+    return {head["file"] for head in heads if "x" in head["access"] and head["file"].startswith("/")}
+
+
+def _clean_mappings(files: Container[str]) -> Iterator[tuple[int, int, int]]:
+    """Begin, end and resident bytes of private read-only mappings of ``files`` without pages of their own."""
+    with Path("/proc/self/smaps").open(errors="replace") as lines:
+        head: re.Match[str] | None = None
+        num_resident = 0
+        for line in lines:  # a head, then lines as "Rss:  4 kB", the last of which is VmFlags
+            if (found := _HEAD.match(line)) is not None:
+                is_wanted = found["file"] in files and found["access"][1] == "-" and found["access"][3] == "p"
+                head = found if is_wanted else None
+            elif head is not None:
+                name, _, value = line.partition(":")
+                if name == "Rss":
+                    num_resident = 1024 * int(value.split()[0])
+                elif name in _OWN_PAGES and int(value.split()[0]):
+                    head = None
+                elif name == "VmFlags" and num_resident:
+                    yield int(head["begin"], 16), int(head["end"], 16), num_resident
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
