@@ -1,6 +1,10 @@
-"""What pyproject.toml cannot say: wheels with compiled kernels, where ``SPECMAMBA_BUILD_NATIVE=1`` asks for them."""
+"""What pyproject.toml cannot say: a description without dead links, and wheels with kernels that are compiled.
+
+The latter where ``SPECMAMBA_BUILD_NATIVE=1`` asks for them.
+"""
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +15,17 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 LIBRARIES = "specmamba/kernels/native/libraries"
+
+
+def description() -> str:
+    """README.md as an index of packages shows it: paths of a checkout lead nowhere there, so only their text is left.
+
+    They would be absolute if the project had a public address.
+    """
+    text = (ROOT / "README.md").read_text("utf8")
+    relative = r"\[([^\]]*)\]\((?!https?:|#)[^)\s]*\)"
+    pictures = re.compile(rf"^!{relative}\n+", re.MULTILINE)
+    return re.sub(relative, r"\1", pictures.sub("", text))
 
 
 def kernel_builder() -> ModuleType:
@@ -41,7 +56,9 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel}
     if os.environ.get("SPECMAMBA_BUILD_NATIVE") == "1"
-    else {}
+    else {},
 )

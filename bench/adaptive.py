@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -31,7 +32,15 @@ from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.comparison import median_interval, over_best
 from specmamba.measure.prompts import bundled_texts, encode_with_continuation, model_name
-from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, refuse_draft_flags, versions
+from specmamba.measure.report import (
+    Count,
+    JsonOption,
+    NoRadixCache,
+    machine,
+    progress_bar,
+    refuse_draft_flags,
+    versions,
+)
 
 if TYPE_CHECKING:
     from specmamba import LLM
@@ -126,11 +135,12 @@ def _run(config: AdaptiveBenchConfig, changes: dict[str, Any]) -> dict[str, Any]
     from specmamba.config import EngineConfig
 
     flags = config.model_dump(include=set(EngineConfig.model_fields)) | changes
-    with LLM(**flags | WAYS[ADAPTIVE]) as llm:
+    num_rounds = len(config.cells) * (config.rounds + config.warm_rounds)
+    with progress_bar("rounds of all loads", num_rounds) as advance, LLM(**flags | WAYS[ADAPTIVE]) as llm:
         described = llm.engine.describe()
         if described["speculative_algorithm"] == "none":
             raise ConfigError("this checkpoint has no draft head: there is nothing whose size could be decided")
-        cells = [time_cell(llm, config, cell, flags["speculative_algorithm"]) for cell in config.cells]
+        cells = [time_cell(llm, config, cell, flags["speculative_algorithm"], advance) for cell in config.cells]
     return {
         "model": model_name(described),
         "drafts": described["speculative_algorithm"],
@@ -145,8 +155,10 @@ def _run(config: AdaptiveBenchConfig, changes: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str) -> dict[str, Any]:
-    """Run all ways in turns; the first rounds, in which steps are recorded, do not count."""
+def time_cell(
+    llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """Run all ways in turns, ``advance`` for each round; the first ones, in which steps are recorded, do not count."""
     speeds: dict[str, list[float]] = defaultdict(list)
     lengths: dict[str, list[float]] = defaultdict(list)
     drafted: list[float] = []
@@ -161,7 +173,7 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str)
                 if way == ADAPTIVE:
                     drafted.append(found.drafted)
                     decided.append(found.decided)
-    print(f"{cell.requests} requests, {cell.text} done", file=sys.stderr)
+        advance()
     ways: dict[str, dict[str, Any]] = {}
     for way in WAYS:
         ratios = [speed / plain for speed, plain in zip(speeds[way], speeds[PLAIN], strict=True)]

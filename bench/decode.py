@@ -31,6 +31,7 @@ from specmamba.measure.report import (
     distinct_4gram_ratio,
     machine,
     median_with_range,
+    progress_bar,
     versions,
 )
 from specmamba.measure.weight_forms import FORM_FIELDS, form_flags
@@ -105,9 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: DecodeBenchConfig) -> dict[str, Any]:
     """Run all rounds; the report as a JSON object."""
-    contestants = make_contestants(config)
-    prompts = [text.text for text in bundled_texts()[: config.num_prompts]]
-    results, speeds = play(config, contestants, prompts)
+    with progress_bar("rounds", config.rounds) as advance:
+        contestants = make_contestants(config)
+        prompts = [text.text for text in bundled_texts()[: config.num_prompts]]
+        results, speeds = play(config, contestants, prompts, advance)
     return {
         "model": Path(config.model_path).name if config.model else "specmamba-demo",
         **({"forms": config.forms} if config.forms else {"dtype": config.dtype}),
@@ -142,9 +144,15 @@ def make_contestants(config: DecodeBenchConfig) -> dict[str, Contestant]:
 
 
 def play(
-    config: DecodeBenchConfig, contestants: dict[str, Contestant], prompts: Sequence[str]
+    config: DecodeBenchConfig,
+    contestants: dict[str, Contestant],
+    prompts: Sequence[str],
+    advance: Callable[[], None],
 ) -> tuple[dict[float, dict[str, list[list[Sample]]]], list[float]]:
-    """Run all rounds; samples by temperature and contestant, a list per round, and the memory's speed in each round."""
+    """Run all rounds; samples by temperature and contestant, a list per round, and the memory's speed in each round.
+
+    ``advance`` is called for each round.
+    """
     from specmamba.measure.memory_speed import BEYOND_CACHES, weight_speed
 
     speeds: list[float] = []
@@ -162,7 +170,7 @@ def play(
             for name in contestants:
                 results[temperature][name].append(samples[name])
         speeds.append(weight_speed(BEYOND_CACHES))
-        print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
+        advance()
     return results, speeds
 
 

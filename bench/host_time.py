@@ -19,7 +19,15 @@ from pydantic import Field
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.prompts import bundled_texts, model_name
-from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, refuse_draft_flags, versions
+from specmamba.measure.report import (
+    Count,
+    JsonOption,
+    NoRadixCache,
+    machine,
+    progress_bar,
+    refuse_draft_flags,
+    versions,
+)
 
 if TYPE_CHECKING:
     from specmamba import LLM
@@ -65,13 +73,13 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     refuse_draft_flags(config, KEPT_FLAGS, f"times its own drafts: {', '.join(DRAFTS)}")
     flags = config.model_dump(include=set(EngineConfig.model_fields))
     stretches: dict[Setting, list[Stretch]] = defaultdict(list)
-    with LLM(**{**flags, **TREE}) as llm:
+    with progress_bar("rounds", config.rounds + 1) as advance, LLM(**{**flags, **TREE}) as llm:
         for number in range(config.rounds + 1):
             for setting in [(d, b, t) for d in DRAFTS for b in config.batches for t in config.temperatures]:
                 stretch = time_steps(llm, config, setting)
                 if number:  # the first round records the steps
                     stretches[setting].append(stretch)
-            print(f"round {number} of {config.rounds} done", file=sys.stderr)
+            advance()
         name = model_name(llm.engine.describe())
     return {
         "model": name,

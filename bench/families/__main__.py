@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
-from specmamba.measure.report import JsonFile, machine, split_numbers, versions
+from specmamba.measure.report import JsonFile, machine, progress_bar, split_numbers, versions
 
 PROG = "python -m specmamba.bench.families"
 NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "mamba2")
@@ -82,11 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: FamiliesConfig) -> dict[str, Any]:
     """Measure all families, one after the other; the report as a JSON object."""
     families = {}
-    for name in config.families:
-        with tempfile.TemporaryDirectory(prefix="specmamba-family-") as folder:
-            families[name] = measure_family(config, name, Path(folder))
-        gc.collect()
-        print(f"{name} done", file=sys.stderr)
+    with progress_bar("families", len(config.families)) as advance:
+        for name in config.families:
+            with tempfile.TemporaryDirectory(prefix="specmamba-family-") as folder:
+                families[name] = measure_family(config, name, Path(folder))
+            gc.collect()
+            advance()
     return {
         "dtype": "bfloat16",
         "machine": machine(),

@@ -17,7 +17,7 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.flag_parser import FlagParser, take_flag, with_own_names
 from specmamba.flags.near_names import did_you_mean
-from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, Renamed, names_of, translated
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, Renamed, flag_of, names_of, near_flag, translated
 from specmamba.flags.settings import PREFIX, CommandLine, environment_of, is_of_service, variable_of
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
@@ -113,8 +113,7 @@ def describe_validation_error(
         name = str(problem["loc"][0]) if problem["loc"] else ""
         flag = "--" + name.replace("_", "-")
         if problem["type"] == "extra_forbidden":
-            known = ["--" + other.replace("_", "-") for other in names]
-            lines.append(f"{flag}: there is no such flag{did_you_mean(flag, known)}{origin(name)}")
+            lines.append(f"{flag}: there is no such flag{near_flag(flag, map(flag_of, names))}{origin(name)}")
             continue
         is_shown = name and name not in _SECRETS and problem["type"] != "missing"
         got = f" (got {problem['input']!r})" if is_shown else ""
@@ -150,8 +149,7 @@ def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
             continue
         if (hint := _hint_of_another(name.lower())) is not None:
             raise ConfigError(f"{variable}: there is no such variable of the environment; {hint}")
-        own, others = ([field.upper() for field in those] for those in (config_class.model_fields, fields))
-        if near := did_you_mean(name, own) or did_you_mean(name, others):
+        if near := did_you_mean(name, [field.upper() for field in (*config_class.model_fields, *sorted(fields))]):
             hint = near.replace("mean ", f"mean {PREFIX}")
             raise ConfigError(f"{variable}: there is no such variable of the environment{hint}")
         print(f"{prog}: {variable} has no effect: this command has no such flag", file=sys.stderr)

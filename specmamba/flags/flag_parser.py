@@ -16,8 +16,7 @@ from pydantic.fields import FieldInfo
 
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.flags.near_names import did_you_mean
-from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, mapping_of_draft, translated
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, mapping_of_draft, near_flag, translated
 from specmamba.flags.settings import CommandLine, is_number_list, is_plain_list
 
 WIDTH = 110
@@ -107,7 +106,7 @@ class FlagParser(argparse.ArgumentParser):
         if first.startswith("-"):
             flag = first.partition("=")[0]
             flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-            message = f"there is no flag {flag}{did_you_mean(flag, flags)}"
+            message = f"there is no flag {flag}{near_flag(flag, flags)}"
         elif first:
             hint = f"; a model is given as --model {first}" if "/" in first and "model" in self._fields else ""
             message = f"{first}: this stands behind no flag{hint}"

@@ -12,10 +12,13 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, SpecmambaError
 from specmamba.flags.command_line import describe_validation_error
 from specmamba.flags.near_names import as_keywords
-from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, translated
+from specmamba.flags.other_names import OTHER_NAMES, OTHER_PARAMS, SPECULATIVE, translated
 from specmamba.flags.settings import variable_of
+from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")
+
+_OF_REQUESTS = frozenset({*SamplingParams.model_fields, *OTHER_PARAMS})
 
 
 def config_of(keywords: Mapping[str, Any]) -> EngineConfig:
@@ -27,6 +30,8 @@ def config_of(keywords: Mapping[str, Any]) -> EngineConfig:
         ConfigError: a keyword is unknown, or a value or a combination is not valid. A value that the environment set is
             said to come from there.
     """
+    if of_requests := [name for name in keywords if name not in _known() and name in _OF_REQUESTS]:
+        raise ConfigError(f"{of_requests[0]}: there is no such keyword; it is one of SamplingParams, which calls take")
     try:
         fields, notes = translated(keywords)
     except ConfigError as error:

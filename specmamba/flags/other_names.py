@@ -6,11 +6,12 @@ The keywords of ``LLM``, the command line and its files read this one table; ``d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specmamba.errors import ConfigError
+from specmamba.flags.near_names import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,15 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "speculative_algorithm": {"nextn": "mtp", "standalone": "draft-model"},
 }
 OTHER_PARAMS = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}  # of SamplingParams, SGLang's
+# Of requests over HTTP; they are refused, and the refusal names the field here.
+OTHER_FIELDS = {
+    "grammar": "ebnf",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "return_token_ids": "return_tokens",
+    "enable_thinking": "chat_template_kwargs",
+}
 
 
 def own_value(field: str) -> Callable[[object], object]:
@@ -133,6 +143,13 @@ def names_of(field: str) -> list[str]:
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
+
+
+def near_flag(flag: str, flags: Iterable[str]) -> str:
+    """A half sentence that names the nearest of ``flags``; of engines those of others too, which are understood."""
+    own = list(flags)
+    others = map(flag_of, (*OTHER_NAMES, SPECULATIVE)) if flag_of("context_length") in own else ()
+    return did_you_mean(flag, own) or did_you_mean(flag, others)
 
 
 def _add(fields: dict[str, Any], added: Mapping[str, Any], name: str) -> None:

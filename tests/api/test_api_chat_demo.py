@@ -119,6 +119,30 @@ def test_a_predicted_answer_is_drafted_from_the_prediction(client: openai.OpenAI
         client.chat.completions.create(**body, prediction={"type": "content", "content": "ab " * 2000})
 
 
+def test_a_predicted_answer_is_streamed(client: openai.OpenAI) -> None:
+    """Given as parts, with a second choice; the usage at the end counts its drafts."""
+    body: Any = {**BODY, "max_tokens": 48, "temperature": 0}
+    plain = client.chat.completions.create(**body, extra_body={"speculative": False})
+    text = plain.choices[0].message.content or ""
+    parts: Any = {
+        "type": "content",
+        "content": [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}],
+    }
+    chunks = list(
+        client.chat.completions.create(
+            **body, n=2, prediction=parts, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    said = ["", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    assert said == [text] * 2
+    details = chunks[-1].usage.completion_tokens_details if chunks[-1].usage else None
+    assert details is not None
+    assert (details.accepted_prediction_tokens or 0) > 48
+
+
 CHOICES = ["yes", "no", "\u00e9\n"]
 
 

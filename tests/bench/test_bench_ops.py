@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,3 +359,29 @@ def test_markdown_is_a_table() -> None:
 
 def test_it_is_a_command() -> None:
     assert SUBCOMMANDS["bench"]["ops"][0] == "specmamba.bench.ops.__main__"
+
+
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [
+        ("families.__main__", "specmamba.bench.families.__main__.measure_family"),
+        ("decode", "specmamba.bench.decode.make_contestants"),
+        ("host_time", "specmamba.LLM"),
+        ("adaptive", "specmamba.LLM"),
+    ],
+)
+def test_what_takes_long_says_so_before_its_first_part(
+    module: str, slow: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*given: object, **named: object) -> None:
+        time.sleep(0.3)
+        raise ConfigError("not here")
+
+    monkeypatch.setattr("specmamba.measure.report.FIRST_LINE_S", 0.05)
+    benchmark = importlib.import_module(f"specmamba.bench.{module}")
+    monkeypatch.setattr(slow, load)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main([])
+    said, error = capsys.readouterr().err.splitlines()
+    assert ": 0 of " in said
+    assert error.endswith("error: not here")

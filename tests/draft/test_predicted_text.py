@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specmamba import LLM
+from specmamba import LLM, AsyncLLM
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.core import SpecStats
 from specmamba.draft import predicted_text
@@ -19,6 +20,8 @@ from specmamba.errors import RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec, SamplingParams, SpeculationParams
+from tests.engine.test_engine import assert_idle
+from tests.fake_engine import wait_until
 
 # ---- the place in the text -------------------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ def test_a_depth_bounds_predicted_drafts_too(engine: Engine) -> None:
 
 
 def test_the_python_interface_drafts_from_it() -> None:
-    """As a text and as token ids, in calls, in streams and under asyncio; the text is the one without it."""
+    """As a text and as token ids, in calls and in streams; the text is the one without it."""
     greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with LLM(**FLAGS, **ENGINES["ngram"]) as llm:
         plain = llm.generate("def main():", greedy.model_copy(update={"speculative": False}))[0]
@@ -204,6 +207,51 @@ def test_the_python_interface_drafts_from_it() -> None:
         assert refused.value.param == "prediction"
         with pytest.raises(RequestError, match="speculative asks for no drafts"):
             llm.generate("x", SamplingParams(prediction="y", speculative=False))
+
+
+MESSAGES = [{"role": "user", "content": "import os\n"}]
+
+
+def test_a_conversation_in_python_drafts_from_it() -> None:
+    plainly_said = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, speculative=False)
+    with LLM(**FLAGS, **ENGINES["ngram"]) as llm:
+        plain = llm.chat(MESSAGES, plainly_said)[0]
+        given = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, prediction=plain.text)
+        answers_of_two = llm.chat([MESSAGES, MESSAGES], [given, given.model_copy(update={"n": 2})])
+    for answer in answers_of_two:
+        assert [one.token_ids for one in answer.outputs] == [plain.token_ids] * len(answer.outputs)
+        assert answer.spec.accept_length > 3
+
+
+def test_tasks_draft_from_texts_of_their_own() -> None:
+    """Each of many, some of which are cancelled, has its own text; what was predicted of the others is not drafted."""
+    prompts = ("def main():", "class A", "import os\n", "for i in")
+
+    async def ask() -> None:
+        async with AsyncLLM(**FLAGS, **ENGINES["ngram"]) as llm:
+            greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+            plain = await llm.generate(prompts, greedy.model_copy(update={"speculative": False}))
+            params = [greedy.model_copy(update={"prediction": output.token_ids}) for output in plain]
+            tasks = [asyncio.ensure_future(llm.generate(*one)) for one in zip(prompts * 3, params * 3, strict=True)]
+            await asyncio.sleep(0.01)
+            for task in tasks[-4:]:
+                task.cancel()
+            for (output,), expected in zip(await asyncio.gather(*tasks[:-4]), [*plain, *plain], strict=True):
+                assert output.token_ids == expected.token_ids
+                assert output.spec.accept_length > 3
+            last = [delta async for delta in llm.stream(prompts[0], params[0])][-1]
+            assert last.spec.accept_length > 3
+            said = await llm.chat(MESSAGES, greedy.model_copy(update={"speculative": False}))
+            (answer,) = await llm.chat(MESSAGES, greedy.model_copy(update={"prediction": said[0].text}))
+            assert answer.token_ids == said[0].token_ids
+            assert answer.spec.accept_length > 3
+            with pytest.raises(RequestError, match="not in the vocabulary"):
+                await anext(llm.stream("x", SamplingParams(prediction=[llm.engine.vocab_size])))
+            await llm.flush_cache()  # behind all aborts
+            wait_until(lambda: not llm.engine.has_unfinished_requests)
+            assert_idle(llm.engine)
+
+    asyncio.run(ask())
 
 
 def test_parameters_alone_are_enough_for_an_engine() -> None:

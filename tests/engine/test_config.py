@@ -422,6 +422,12 @@ class TestSources:
         expected = "SPECMAMBA_PROT: there is no such variable of the environment; did you mean SPECMAMBA_PORT?"
         assert refusal() == expected
 
+    def test_a_variable_that_is_nearly_a_flag_of_another_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``generate`` has --prompt, from which "prot" is two slips away."""
+        monkeypatch.setenv("SPECMAMBA_PROT", "3")
+        with pytest.raises(ConfigError, match=r"did you mean SPECMAMBA_PORT\?$"):
+            generate()
+
     def test_a_variable_of_another_command(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -451,6 +457,8 @@ class TestUsage:
             (["--prot", "3"], "there is no flag --prot; did you mean --port?"),
             (["--prot=3"], "there is no flag --prot; did you mean --port?"),
             (["--xyz"], "there is no flag --xyz"),
+            (["--max-model-length", "9"], "there is no flag --max-model-length; did you mean --max-model-len?"),
+            (["--tensor-parallel=2"], "there is no flag --tensor-parallel; did you mean --tensor-parallel-size?"),
             (["8000"], "8000: this stands behind no flag"),
             (["a/b"], "a/b: this stands behind no flag; a model is given as --model a/b"),
             ([""], "an empty text: this stands behind no flag"),
@@ -497,6 +505,10 @@ class TestPython:
             ({"speculative_algorithm": "none", "speculative_num_steps": 2}, "need a drafter"),
             ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 2}, "set speculative_num_draft_tokens 3"),
             ({"port": 1}, "^port: there is no such keyword$"),
+            ({"max_model_length": 64}, r"^max_model_length: there is no such keyword; did you mean max_model_len\?$"),
+            ({"max_tokens": 64}, "^max_tokens: there is no such keyword; it is one of SamplingParams"),
+            ({"temperature": 0.5}, "^temperature: there is no such keyword; it is one of SamplingParams"),
+            ({"max_new_tokens": 64}, "^max_new_tokens: there is no such keyword; it is one of SamplingParams"),
         ],
     )
     def test_flags_are_checked_before_anything_is_loaded(self, flags: dict[str, Any], message: str) -> None:

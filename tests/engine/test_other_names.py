@@ -15,6 +15,7 @@ from specmamba.errors import CheckpointError, ConfigError
 from specmamba.flags.command_line import parse_command_line
 from specmamba.flags.flag_parser import with_own_names
 from specmamba.flags.keywords import config_of
+from specmamba.flags.near_names import did_you_mean
 from specmamba.flags.other_names import (
     OTHER_NAMES,
     OTHER_PARAMS,
@@ -278,6 +279,23 @@ def test_the_environment_knows_one_name(monkeypatch: pytest.MonkeyPatch) -> None
             other.setenv(f"SPECMAMBA_{name}", "1")
             with pytest.raises(ConfigError, match=f"^SPECMAMBA_{name}: there is no such variable .*{words}$"):
                 serve()
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "meant"),
+    [
+        ("prot", ["prompt", "port"], "port"),  # one slip, though more letters are those of the other
+        ("tempreature", ["temperature"], "temperature"),
+        ("stops", ["stop", "step"], "stop"),
+        ("pagesize", ["page_size", "page_sizes"], "page_size"),
+        ("xyz", ["port"], ""),
+        ("", ["port"], ""),
+        ("a" * 10_000, ["a" * 64], "a" * 64),
+    ],
+)
+def test_the_name_that_the_fewest_slips_lead_to(given: str, names: list[str], meant: str) -> None:
+    for order in (names, names[::-1]):
+        assert did_you_mean(given, order) == (f"; did you mean {meant}?" if meant else "")
 
 
 def test_arguments_keep_their_order() -> None:

@@ -11,6 +11,7 @@ from specmamba.config import EngineConfig
 from specmamba.flags.command_line import parse_command_line
 from specmamba.flags.other_names import (
     METHODS,
+    OTHER_FIELDS,
     OTHER_NAMES,
     OTHER_PARAMS,
     OTHER_VALUES,
@@ -124,6 +125,9 @@ def test_fields_of_requests() -> None:
     for first, _, here in rows("Fields of a request"):
         assert {span.rstrip(":") for span in here} <= fields
         assert not set(first) & fields - set(here)
+        for span in set(first) - fields:
+            assert OTHER_FIELDS[span] == here[0].rstrip(":")
+    assert {span for first, *_ in rows("Fields of a request") for span in first} >= set(OTHER_FIELDS)
 
 
 def test_what_is_said_of_defaults() -> None:

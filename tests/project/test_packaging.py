@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from email import message_from_bytes
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -54,6 +56,44 @@ def test_the_wheel_is_as_large_as_the_readme_says(wheel: Path) -> None:
     weights = zipfile.ZipFile(wheel).getinfo("specmamba/demo/model.safetensors").compress_size
     assert round(wheel.stat().st_size / 1e6) == 16
     assert round(weights / 1e6) == 15
+
+
+def test_the_description_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+    """There is no checkout around it where an index of packages shows it."""
+    files = zipfile.ZipFile(wheel)
+    (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(files.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    shown, readme = metadata.get_payload(decode=True).decode("utf8"), (ROOT / "README.md").read_text("utf8")
+    links = re.findall(r"\]\((.*?)\)", re.sub(r"```.*?```", "", shown, flags=re.DOTALL))
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert re.findall(r"^#.*", shown, re.MULTILINE) == re.findall(r"^#.*", readme, re.MULTILINE)
+    assert re.findall(r"```.*?```", shown, re.DOTALL) == re.findall(r"```.*?```", readme, re.DOTALL)
+    assert "see which: a playground" in shown
+    assert "![" not in shown
+
+
+def other_python(version: str) -> str:
+    """An interpreter of this version: on the path, or one of pyenv's. Skips where there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [*sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}"))), shutil.which(f"python{version}")]
+    for python in filter(None, found):  # pyenv's name on the path may stand for no interpreter
+        if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    pytest.skip(f"there is no Python {version} here")
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_other_pythons_read_every_file(version: str) -> None:
+    """Without a warning, such as newer ones have of escapes; and the command line answers, which needs no package."""
+    python = other_python(version)
+    code = "for name in input().split(chr(0)): compile(open(name, encoding='utf8').read(), name, 'exec')"
+    names = "\0".join(name for name in tracked_files() if name.endswith(".py"))
+    for arguments in (["-c", code], ["-S", "-m", "specmamba", "--help"]):
+        command = [python, "-B", "-W", "error", *arguments]
+        ended = subprocess.run(command, input=names, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+    assert "specmamba serve" in ended.stdout
 
 
 def test_the_wheel_has_every_module(wheel_names: set[str]) -> None:

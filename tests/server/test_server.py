@@ -17,6 +17,7 @@ import pytest
 
 import specmamba
 from specmamba.core import OutputDelta, SpecStats
+from specmamba.flags.other_names import OTHER_FIELDS
 from specmamba.server.api.conversation import ChatCompletionRequest
 from specmamba.server.api.requests import CompletionRequest
 from specmamba.server.observe.metrics import accepted_per_position
@@ -336,6 +337,16 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(served: Served) -> 
 def test_a_field_that_is_nearly_right(served: Served, typo: str, meant: str) -> None:
     message = refused(served.complete(prompt="x", **{typo: 1}), 400, typo, "unknown_field")
     assert message == f"{typo}: there is no such field; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("field", "here"), OTHER_FIELDS.items())
+def test_a_field_of_another_server(served: Served, field: str, here: str) -> None:
+    asked = [served.chat({"role": "user", "content": "x"}, **{field: 1})]
+    if here in CompletionRequest.model_fields:
+        asked.append(served.complete(prompt="x", **{field: 1}))
+    for response in asked:
+        message = refused(response, 400, field, "unknown_field")
+        assert message == f"{field}: there is no such field; it is {here} here"
 
 
 def test_unknown_model_and_unknown_addresses(served: Served) -> None:

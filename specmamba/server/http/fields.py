@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from specmamba.flags.near_names import did_you_mean
+from specmamba.flags.other_names import OTHER_FIELDS
 from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, SpeculationParams, StopString
 
 # Tags begin with a bracket, which distinguishes them from field names in the location of an error.
@@ -80,9 +81,16 @@ class StrictModel(BaseModel):
             if name not in known:
                 # Pydantic cannot write an error that contains a lone surrogate.
                 field = name[:100].encode("utf8", "replace").decode("utf8")
-                message = "there is no such field" + did_you_mean(field, known).replace("{", "{{").replace("}", "}}")
+                hint = near_field(field, known).replace("{", "{{").replace("}", "}}")
+                message = f"there is no such field{hint}"
                 raise PydanticCustomError("unknown_field", message, {"field": field})
         return value
+
+
+def near_field(field: str, known: Collection[str]) -> str:
+    """A half sentence that names the field which another runtime calls so, or the nearest one, or nothing."""
+    here = OTHER_FIELDS.get(field)
+    return f"; it is {here} here" if here in known else did_you_mean(field, known)
 
 
 def only(*neutral: object) -> BeforeValidator:
