@@ -152,6 +152,7 @@ def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer, *, ch
     config = model.target.config
     description = {
         **config.to_dict(),
+        "_name_or_path": "",  # a folder of this machine, where the weights are another checkpoint's
         "architectures": ["Qwen3_5ForCausalLM"],
         "dtype": "bfloat16",
         "mtp_num_hidden_layers": 1,

@@ -1,4 +1,4 @@
-"""Structured output and forced tool calls of the demo, which was trained on neither: the grammar produces them."""
+"""Structured output and forced tool calls of the demo: the grammar produces what the demo was not trained on."""
 
 from __future__ import annotations
 
@@ -108,9 +108,10 @@ def test_an_unsupported_schema_is_refused_by_name(client: openai.OpenAI) -> None
 
 def test_a_predicted_answer_is_drafted_from_the_prediction(client: openai.OpenAI) -> None:
     body: Any = {**BODY, "max_tokens": 48, "temperature": 0}
-    plain = client.chat.completions.create(**body, extra_body={"speculative": False})
+    own = {"ignore_eos": True}
+    plain = client.chat.completions.create(**body, extra_body={**own, "speculative": False})
     text = plain.choices[0].message.content or ""
-    answer = client.chat.completions.create(**body, prediction={"type": "content", "content": text})
+    answer = client.chat.completions.create(**body, prediction={"type": "content", "content": text}, extra_body=own)
     assert answer.choices[0].message.content == text
     details = answer.usage.completion_tokens_details if answer.usage else None
     assert details is not None
@@ -122,7 +123,8 @@ def test_a_predicted_answer_is_drafted_from_the_prediction(client: openai.OpenAI
 def test_a_predicted_answer_is_streamed(client: openai.OpenAI) -> None:
     """Given as parts, with a second choice; the usage at the end counts its drafts."""
     body: Any = {**BODY, "max_tokens": 48, "temperature": 0}
-    plain = client.chat.completions.create(**body, extra_body={"speculative": False})
+    own = {"ignore_eos": True}
+    plain = client.chat.completions.create(**body, extra_body={**own, "speculative": False})
     text = plain.choices[0].message.content or ""
     parts: Any = {
         "type": "content",
@@ -130,7 +132,7 @@ def test_a_predicted_answer_is_streamed(client: openai.OpenAI) -> None:
     }
     chunks = list(
         client.chat.completions.create(
-            **body, n=2, prediction=parts, stream=True, stream_options={"include_usage": True}
+            **body, n=2, prediction=parts, stream=True, stream_options={"include_usage": True}, extra_body=own
         )
     )
     said = ["", ""]

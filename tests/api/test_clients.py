@@ -69,7 +69,7 @@ def test_langchain(demo: Served) -> None:
     message = chat.invoke("def main():")
     assert message.content == "".join(str(chunk.content) for chunk in chat.stream("def main():"))
     assert message.usage_metadata is not None
-    assert message.usage_metadata["output_tokens"] == 24
+    assert 0 < message.usage_metadata["output_tokens"] <= 24
     for method in ("json_schema", "function_calling"):
         answer = chat.with_structured_output(Verdict, method=method).invoke("is it?")
         assert isinstance(answer, Verdict)

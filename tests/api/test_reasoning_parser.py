@@ -107,8 +107,13 @@ def test_the_format_is_found_from_template_and_vocabulary(tokenizer: Any, parser
     assert ReasoningFormat.of("nemotron", tokenizer).parser == "nemotron"
 
 
-def test_the_demo_does_not_think() -> None:
-    assert ReasoningFormat.of("auto", Tokenizer(DEMO_MODEL)).parser == "none"
+def test_the_demo_thinks_where_it_is_asked_to() -> None:
+    tokenizer = Tokenizer(DEMO_MODEL)
+    found = ReasoningFormat.of("auto", tokenizer)
+    assert found.parser == "qwen3"
+    for variables, start in (({}, "none"), ({"enable_thinking": False}, "none"), ({"enable_thinking": True}, "open")):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], None, variables)
+        assert found.start(tokenizer.decode(ids, skip_special_tokens=False)) == start
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,10 @@ def test_a_tree_file_is_named_after_its_tree_for_full_batches(tmp_path: Path) ->
     flags = "--speculative-tree", str(file)
     assert shapes(*flags) == [(3, 1, 4)]
     assert shapes(*flags, "--batch-size", "2") == [(1, 2, 3)]
-    report = run(tmp_path, "--rounds", "1", "--num-prompts", "3", "--batch-size", "2", *flags)
+    report = run(tmp_path, "--rounds", "1", "--num-prompts", "5", "--batch-size", "2", *flags)
     histogram = report["accept_length_histogram"]
     assert len(histogram) > 2  # the last prompt runs alone, with the deeper tree
-    assert sum((accepted + 1) * count for accepted, count in enumerate(histogram)) == 36
+    assert sum((accepted + 1) * count for accepted, count in enumerate(histogram)) == 60
 
 
 def output(num_tokens: int, histogram: tuple[int, ...]) -> RequestOutput:
@@ -618,12 +618,9 @@ def test_chat_datasets(tmp_path: Path, tokenizer: Tokenizer) -> None:
     whole.write_text(json.dumps(talks, indent=1))
     lines.write_text("\n\n".join(map(json.dumps, talks)) + "\n")
     assert read_texts(whole) == read_texts(lines) == wanted
-    # the demo's template has no roles: the text is unchanged
-    assert encode_prompt(wanted[0], tokenizer) == tokenizer.encode("What is 2 + 2?")
-    assert encode_with_continuation(wanted[0], tokenizer) == (
-        tokenizer.encode("What is 2 + 2?"),
-        tokenizer.encode("4"),
-    )
+    chat = tokenizer.encode("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think></think>\n")
+    assert encode_prompt(wanted[0], tokenizer) == chat
+    assert encode_with_continuation(wanted[0], tokenizer) == (chat, tokenizer.encode("4"))
 
 
 class ChatTokenizer:

@@ -163,6 +163,7 @@ def test_a_prompt_that_is_only_run(llm: LLM) -> None:
     assert (stats.num_running, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0)
 
 
+@pytest.mark.usefixtures("no_headroom")
 def test_a_preempted_request_keeps_its_figures() -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     with LLM(dtype="float32", max_total_tokens=96, max_running_requests=3) as llm:

@@ -218,10 +218,15 @@ class TestTokenizer:
 
 
 class TestChatTemplate:
-    def test_demo_continues_the_text_of_the_messages(self) -> None:
+    def test_demo_marks_the_messages(self) -> None:
         tokenizer = Tokenizer(DEMO_MODEL)
-        messages = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def main():"}]
-        assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == "import os\ndef main():"
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+        ids = tokenizer.apply_chat_template(messages)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n<think></think>\n"
+        )
+        assert ids.count(IM_START) == 3
 
     @pytest.fixture
     def chat(self, folder: Path) -> Tokenizer:
@@ -269,7 +274,7 @@ class TestChatTemplate:
 
 class TestEndOfText:
     def test_demo(self) -> None:
-        assert read_eos_token_ids(DEMO_MODEL, SimpleNamespace(eos_token_id=9)) == (0,)
+        assert read_eos_token_ids(DEMO_MODEL, SimpleNamespace(eos_token_id=9)) == (0, 2)
 
     @pytest.mark.parametrize(
         ("generation", "config", "wanted"),

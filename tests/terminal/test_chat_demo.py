@@ -15,7 +15,7 @@ FLAGS = ["chat", "--dtype", "float32", "--context-length", "4096", "--num-thread
 
 @pytest.mark.slow
 def test_through_pipes() -> None:
-    lines = '"""\nclass A:\n    x = 1\n"""\n/stats\n/retry\n/stats\n'
+    lines = '"""\nWrite a function that\ncomputes the n-th Fibonacci number.\n"""\n/stats\n/retry\n/stats\n'
     ended = run(*COMMAND, *FLAGS, "--max-tokens", "24", text_in=lines, timeout_s=300)
     assert ended.returncode == 0, ended.stderr
     first, second = ended.stdout.split("last answer: ")[1:3]

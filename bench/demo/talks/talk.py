@@ -7,12 +7,12 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from specmamba.config import DEMO_MODEL
 from specmamba.templates.rendering import Conversation, render
 
-TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+TEMPLATE = DEMO_MODEL / "chat_template.jinja"
 HELD_OUT_EVERY = 12
 # What the model writes itself: behind the opening of a turn, with or without reasoning, up to the end of the turn.
 _ANSWER = re.compile(r"<\|im_start\|>assistant\n<think>(?:</think>\n|\n)(.*?<\|im_end\|>)", re.DOTALL)

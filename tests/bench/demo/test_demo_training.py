@@ -319,6 +319,7 @@ def test_a_second_stage_goes_on_from_a_checkpoint_and_resumes(
     assert report["start"] == hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
     ours, theirs = (load_file(tmp_path / out / "checkpoint/model.safetensors") for out in "ab")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not json.loads((tmp_path / "a/checkpoint/config.json").read_text())["_name_or_path"]
     with pytest.raises(ConfigError, match="start was"):
         train(second_stage(tmp_path / "b", folder_of_python, tmp_path / "a/checkpoint"), silent())
 

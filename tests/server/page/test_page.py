@@ -231,7 +231,7 @@ CHAT = "Write a function that reads a file.\n\n```python\nimport os\n\ndef read_
 
 
 def test_a_chat_with_the_demo(page: Page, server: Served, tmp_path: Path) -> None:
-    """The demo goes on with the text of the messages: its answers are the same as by the API, token for token."""
+    """Its answers are the same as by the API, token for token."""
     page.click("#tab-chat")
     page.fill("#chat-temperature", "0")
     page.fill("#chat-max_tokens", "64")
