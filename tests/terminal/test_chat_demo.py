@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from specmamba.config import DEMO_MODEL
 from tests.project.test_cli import COMMAND, run
 from tests.terminal.terminals import on_terminal
 
@@ -32,13 +34,15 @@ def test_through_pipes() -> None:
 @pytest.mark.slow
 def test_ctrl_c_gives_the_slot_back(tmp_path: Path) -> None:
     """One request fits at a time: the next answer would wait forever for a slot that is lost."""
-    flags = [*FLAGS, "--max-running-requests", "1", "--max-tokens", "4000"]
+    model = tmp_path / "endless"
+    shutil.copytree(DEMO_MODEL, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": 255}')  # a byte that no text has
+    flags = [*FLAGS, "--model", str(model), "--max-running-requests", "1", "--max-tokens", "4000"]
     with on_terminal(*flags, environment={"XDG_STATE_HOME": str(tmp_path)}) as terminal:
-        terminal.wait_for(r"loading the bundled demo")
-        terminal.wait_for(r"specmamba-demo, context 4096 tokens.*\n> ")
+        terminal.wait_for(r"context 4096 tokens.*\n> ")
         for _ in range(2):
             terminal.type("import os\n")
-            terminal.wait_for(r"import os\r\n[^\[]*\n")
+            terminal.wait_for(r"import os\r\n[^\[]*[a-z]{4}")
             terminal.type("\x03")
             terminal.wait_for(r"\[stopped; .*\n> ")
             terminal.type("/undo\n")
