@@ -18,15 +18,17 @@ from specmamba.kernels.native.cpp_compiler import run_compiler
 from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
 from tests.conftest import pytest_report_header
 
+IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 PARTS = {
     "operators": ["tests/kernels", "--ignore=tests/kernels/triton"],
-    "exact texts": ["tests/verify", "tests/models/test_families_exact.py", "tests/models/test_families_parity.py"],
+    "exact texts": ["tests/models/test_families_exact.py"],
 }
+if IS_FULL:
+    PARTS["exact texts"] += ["tests/verify", "tests/models/test_families_parity.py"]
 
 _BELOW = [level.name for level in available_levels()[1:]]
 # Operators on the lowest level, on all below the best in a full run; texts, which take minutes,
 # on the lowest, whose vectors are others.
-IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 LOWER = [(level, "operators") for level in (_BELOW if IS_FULL else _BELOW[-1:])]
 LOWER += [(level, "exact texts") for level in _BELOW[-1:]]
 
