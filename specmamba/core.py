@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
@@ -290,7 +290,7 @@ class DraftTree:
         """Return the trees of the first ``num_rows`` rows, without the padding rows after them."""
         shape = self.shape
         parents, ancestors, depth = (x[:num_rows] for x in (shape.parents, shape.ancestors, shape.depth))
-        own = TreeShape(parents, ancestors, depth, shape.is_chain, shape.max_children)
+        own = replace(shape, parents=parents, ancestors=ancestors, depth=depth, packing=None)
         probs, allowed = (None if x is None else x[:num_rows] for x in (self.draft_probs, self.allowed_tokens))
         return DraftTree(self.tokens[:num_rows], own, probs, allowed)
 

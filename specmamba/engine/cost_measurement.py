@@ -20,8 +20,8 @@ from specmamba.core import OutputDelta
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
 from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
-from specmamba.draft.sizing.rounds import Bounds
-from specmamba.draft.sizing.sizer import DraftSizer, chain_depths, is_warm
+from specmamba.draft.sizing.rounds import Bounds, WarmUp
+from specmamba.draft.sizing.sizer import DraftSizer, chain_depths
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
 from specmamba.errors import ConfigError
@@ -278,20 +278,15 @@ def _seconds(
 def _turn(engine: TimedEngine, sizer: DraftSizer, size: int, kind: Kind) -> list[float] | None:
     """Seconds of a few steps of a kind, warm ones; None: a request has ended."""
     timed: list[float] = []
-    num_warm, warm_seconds = 0, 0.0
-    sizer.forced = kind
+    sizer.forced, warm_up = kind, WarmUp()
     for _ in range(MAX_STEPS):
         if len(timed) == TIMED:
             break
         engine.step()
         if len(engine.scheduler.verifying) < size:
             return None
-        if sizer.last_seconds is None:
-            continue
-        if is_warm(num_warm, warm_seconds):
+        if sizer.last_seconds is not None and warm_up.is_over(sizer.last_seconds):
             timed.append(sizer.last_seconds)
-        else:
-            num_warm, warm_seconds = num_warm + 1, warm_seconds + sizer.last_seconds
     return timed
 
 

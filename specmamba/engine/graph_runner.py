@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -178,19 +179,10 @@ class StepGraphRunner:
         kind = self._kind(call)
         if not kind.sampling.has_rejection:  # tokens are not drawn
             kind = kind._replace(sampling=Sampling(), is_forced=False)
-        self._pools.table.upload()
-
-        def propose() -> DraftTree:
-            return drafts.propose(self.inputs.batch(kind))
-
-        def fill() -> None:
-            self.inputs.write(call.requests, call.pending_tokens, kind)
-
-        tree: DraftTree = self.replay.run(("draft", kind, drafts), propose, self.inputs.clear, fill)
-        probs, size = tree.draft_probs, len(call.requests)
-        if probs is not None:
-            tree = replace(tree, draft_probs=probs.clone())
-        return tree if size == kind.batch_size else tree.first(size)
+        key = "draft", kind, drafts
+        found = self._run_draft(call, self.inputs, kind, key, lambda: drafts.propose(self.inputs.batch(kind)))
+        tree: DraftTree = found.first(len(call.requests))
+        return tree if tree.draft_probs is None else replace(tree, draft_probs=tree.draft_probs.clone())
 
     def offer(self, call: StepCall, drafted: Sequence[Request], size: DraftSize) -> Candidates:
         """Replay a draft of a capturable drafter; its numbers are valid until the next replay.
@@ -205,9 +197,8 @@ class StepGraphRunner:
         inputs, own, drafter = self.inputs, call.pending_tokens, call.drafter
         if size.drafted is not None and own is not None:
             inputs, own = self._draft_inputs, own.of(np.flatnonzero(size.drafted).tolist())
-        call = StepCall(drafted, drafter, call.verifier, own, call.is_sized)
+        call = replace(call, requests=drafted, pending_tokens=own)
         kind = self._kind(call, inputs)._replace(num_nodes=size.depth)
-        self._pools.table.upload()
 
         def draft() -> Candidates:
             found = drafter.offer(inputs.batch(kind), kind.num_nodes)
@@ -216,7 +207,7 @@ class StepGraphRunner:
             return found
 
         key = "offer", kind, drafter, size.drafted is None
-        found: Candidates = self.replay.run(key, draft, inputs.clear, lambda: inputs.write(drafted, own, kind))
+        found: Candidates = self._run_draft(call, inputs, kind, key, draft)
         return found
 
     def run_chosen(self, call: StepCall, candidates: Candidates, sizer: DraftSizer, size: DraftSize) -> StepOutput:
@@ -278,6 +269,14 @@ class StepGraphRunner:
             return kind._replace(num_nodes=width)
         step = self.totals(size).step
         return kind._replace(num_nodes=width, num_packed=min(-(-chosen.num_nodes // step) * step, size * width))
+
+    def _run_draft(
+        self, call: StepCall, inputs: StepInputs, kind: StepKind, key: Hashable, function: Callable[[], Any]
+    ) -> Any:
+        """Write the inputs of a draft that no verify is part of, and run a function on them."""
+        self._pools.table.upload()
+        write = partial(inputs.write, call.requests, call.pending_tokens, kind)
+        return self.replay.run(key, function, inputs.clear, write)
 
     def _replay(
         self,
@@ -350,9 +349,8 @@ class StepGraphRunner:
             if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
                 most = pending_token_capacity(most)
         sampling = (inputs or self.inputs).write_settings(requests)
-        if (
-            call.is_sized and not sampling.is_drawn
-        ):  # greedy rows take steps that sample, so that there are half as many kinds
+        # greedy rows take steps that sample, so that there are half as many kinds
+        if call.is_sized and not sampling.is_drawn:
             sampling = sampling._replace(is_drawn=True)
         return StepKind(
             batch_size=size,

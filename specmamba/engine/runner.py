@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
-from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
@@ -143,7 +143,8 @@ class Runner:
             learns = size.depth > 0 and chains is None and all(request.follower is None for request in requests)
             if learns and sizer.learns_on_host:
                 sizer.learn(output.verdict.path.cpu().numpy(), output.verdict.num_accepted.cpu().numpy())
-            is_usual = num_unreplayed == self._num_unreplayed and not (self._is_in_parts or self._catches_up)
+            is_usual = chains is None and num_unreplayed == self._num_unreplayed
+            is_usual = is_usual and not (self._is_in_parts or self._catches_up)
             seconds = time.perf_counter() - began if is_usual else None
             sizer.observe(num_accepted if learns else None, seconds)
         if self.on_draft is not None:
@@ -201,21 +202,19 @@ class Runner:
         pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts, drafter, num_rows)
         batch, call = self._whole_batch(requests, pending_tokens), self._call(requests, pending_tokens, drafter)
         drafts: Drafts = drafter if wants_drafts else PlainDrafts(drafter)
-        if size is not None and wants_drafts and not size.is_chain:
+        sized = size if wants_drafts else None
+        if sized is not None and sized.is_chain:
+            drafts = ChainDrafts(self.drafter, sized.depth + 1)
+        if sized is not None and not sized.is_chain:
             assert self.sizer is not None
-
-            def offer(size: DraftSize = size) -> Candidates:
-                if graphs is not None:
-                    return graphs.offer(call, drafted, size)
-                own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
-                return self.drafter.offer(own, size.depth)
-
-            drafts = SizedDrafts(self.drafter, self.sizer, size, offer)
-        else:
-            if size is not None and wants_drafts:
-                drafts = ChainDrafts(self.drafter, size.depth + 1)
-            if graphs is not None and (wants_drafts or self._catches_up):
-                drafts = ReplayedDrafts(drafts, graphs, call)
+            if graphs is not None:
+                offer = partial(graphs.offer, call, drafted, sized)
+            else:
+                own = batch if drafted is requests else self._drafted_batch(drafted, sized, pending_tokens)
+                offer = partial(self.drafter.offer, own, sized.depth)
+            drafts = SizedDrafts(self.drafter, self.sizer, sized, offer)
+        elif graphs is not None and (wants_drafts or self._catches_up):
+            drafts = ReplayedDrafts(drafts, graphs, call)
         if chains is not None:
             drafts = PredictedDrafts(drafts, chains)
         if any(request.follower is not None or self._is_bounded(request) for request in requests):

@@ -215,7 +215,7 @@ def test_chunks_move_logits_little(name: str, prompts: list[Tokens]) -> None:
                 seen: list[Tensor] = []
                 Workbench(llm.engine).logits_along(prompt[:chunk], prompt[chunk:], seen.append)
                 runs.append(torch.stack(seen)[-20:])
-            assert (runs[0] - runs[1]).abs().max() < 2 * EXACT_BOUND
+            assert (runs[0] - runs[1]).abs().max() < (1 + (name != "int8")) * EXACT_BOUND
 
 
 @each_dtype

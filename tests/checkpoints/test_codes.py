@@ -92,7 +92,7 @@ def test_rounding_at_load_is_that_of_the_command(form: str, quantized: dict[str,
     rounded = logits(Path(EngineConfig().model_path), quantization=form)
     stored = logits(quantized[form])
     off = (rounded - stored).norm() / (stored - stored.mean(-1, keepdim=True)).norm()
-    assert off < 0.05
+    assert off < (0.05 if form == "fp8" else 0.04)
 
 
 def test_sizes(quantized: dict[str, Path], needs_native: None) -> None:

@@ -85,13 +85,11 @@ class StepCosts:
             known = self._tables[num_requests, max_depth, max_nodes] = self._table(num_requests, max_depth, max_nodes)
         verify = known.verifies + known.of_key * num_keys
         buckets, places = known.buckets
+        ratios = [np.array([self.ratio(num_requests, n, drafts) for n in buckets])[places] for drafts in (False, True)]
         nothing, found = np.full(num_requests, math.inf), []
         for depth, draft in enumerate(known.drafts):
-            if depth < 2:
-                own = [self.ratio(num_requests, number, depth > 0) for number in buckets]
-                ratios = np.array(own)[places]
             base = verify + draft
-            found.append((np.concatenate([nothing, base]), np.concatenate([nothing, base * ratios])))
+            found.append((np.concatenate([nothing, base]), np.concatenate([nothing, base * ratios[depth > 0]])))
         return found
 
     def chains(self, num_requests: int, num_keys: int, max_depth: int) -> tuple[Floats, Floats]:

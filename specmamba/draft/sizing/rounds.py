@@ -10,6 +10,8 @@ import numpy as np
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.kernels.draft_sizing import Ints
 
+WARM_STEPS, WARM_SECONDS = 4, 0.008  # of a warm-up: whichever comes first
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -58,6 +60,21 @@ class Round:
         """The nodes of each step so far, of all requests."""
         is_fixed = self.size.is_chain or self.size.depth == 0
         return [len(self.rows) * (1 + self.size.depth)] * len(self.seconds) if is_fixed else self.num_nodes
+
+
+@dataclass
+class WarmUp:
+    """The first steps of a kind, which take longer than later ones."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether a step that took so long is a later one; else it is counted."""
+        if self.num_steps >= WARM_STEPS or self.seconds > WARM_SECONDS:
+            return True
+        self.num_steps, self.seconds = self.num_steps + 1, self.seconds + seconds
+        return False
 
 
 @dataclass

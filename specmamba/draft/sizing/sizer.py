@@ -17,7 +17,7 @@ import numpy as np
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
-from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch, SizerFigures
+from specmamba.draft.sizing.rounds import WARM_SECONDS, WARM_STEPS, Bounds, Round, SizedBatch, SizerFigures, WarmUp
 from specmamba.draft.sizing.schedule import (
     NOTHING_FOR_LONG,
     PROBED_SHARE,
@@ -46,7 +46,6 @@ FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that b
 DRAWS = 16  # kept drafts that are looked at, of all requests
 CHAINS_TO_LEARN = 4  # one round of chains of so many judges probabilities, which takes a few percent of a step
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
-WARM_STEPS, WARM_SECONDS = 4, 0.008  # after a change of kind, in which steps take longer than later ones
 FACTOR_OF_PROBE = 2.0  # the drafter follows the text again before a probe, which takes about as long as the probe
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
 
@@ -88,8 +87,7 @@ class DraftSizer:
         self._next_costs = 0.0  # when times are predicted anew, by the clock
         self._is_news = False  # since rates were judged
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
-        # depth and form of the newest steps, and the seconds of those that were timed
-        self._kind, self._num_warm, self._warm_seconds = (0, False), 0, 0.0
+        self._kind, self._warm_up = (0, False), WarmUp()  # depth and form of the newest steps
         self._timed_kind = 0, False  # of the newest steps that were timed
         self._chain_places = bounds.chain_places
         self._is_option = _options(bounds.num_steps)
@@ -253,15 +251,11 @@ class DraftSizer:
         self._is_news |= done.size.depth > 0
         kind = done.size.depth, done.size.is_chain
         if kind != self._kind:
-            self._kind, self._num_warm, self._warm_seconds = kind, 0, 0.0
+            self._kind, self._warm_up = kind, WarmUp()
         steps = []
         for seconds, num_nodes in zip(done.seconds, done.nodes_of_steps, strict=True):
-            if seconds is None:
-                continue
-            if is_warm(self._num_warm, self._warm_seconds):
+            if seconds is not None and self._warm_up.is_over(seconds):
                 steps.append((seconds, num_nodes))
-            else:
-                self._num_warm, self._warm_seconds = self._num_warm + 1, self._warm_seconds + seconds
         if done.forced is None:
             self.schedule.passed(len(done.seconds), len(steps))
             if steps and kind != self._timed_kind:
@@ -367,11 +361,6 @@ class DraftSizer:
             values[places[:depth]] = shares[: len(places)]
             values[places[depth:]] = shares[-1] * np.cumprod(odds[depth : len(places)])
             state.next_of_row[row] += 1
-
-
-def is_warm(num_steps: int, seconds: float) -> bool:
-    """Whether steps take no longer than later ones after so many of their kind, which took so long."""
-    return num_steps >= WARM_STEPS or seconds > WARM_SECONDS
 
 
 def _options(num_steps: int) -> Floats:
