@@ -187,7 +187,8 @@ def make_layer(case: Case, place: Place, inputs_of: Callable[..., tuple[Tensor, 
     parents = tree_parents(case)
     index = tree_ops.conv_index(parents, WINDOW + 1) + WINDOW + pending
     places, counts = torch.arange(1, batch + 1), torch.full((batch,), pending)
-    trees = state_records.Trees(places, places.clone(), index, counts, pending, tree_ops.ancestors(parents))
+    where = places, places.clone(), index, counts, pending, tree_ops.ancestors(parents)
+    trees = state_records.Trees(*where, is_chain=case.kind == "chain")
     inputs = inputs_of(case, nodes, gen)
     to = partial(moved, device=place.device)
     return Layer(tuple(x.to(place.device) for x in inputs), to(buffers), to(trees), parents.to(place.device))

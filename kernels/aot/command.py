@@ -13,7 +13,7 @@ from specmamba.kernels.aot.compile import Outcome, compile_jobs, compiler_versio
 from specmamba.kernels.aot.table import TARGETS, Table, Target, compare, describe, read_table, write_table
 
 TABLES = Path(__file__).parent / "tables"
-ROW = "{:<15} {:<44} {:>9} {:>13} {:>6} {:>7}"
+ROW = "{:<15} {:<44} {:>9} {:>13} {:>6} {:>12} {:>7}"
 
 
 def main(arguments: Sequence[str], modules: Mapping[str, str] | None = None, tables: Path = TABLES) -> int:
@@ -84,11 +84,14 @@ def _parser(operators: Sequence[str]) -> argparse.ArgumentParser:
 
 def _compile(modules: Mapping[str, str], target: Target, num_processes: int) -> list[Outcome]:
     """All variants, printed line by line as they come."""
-    print(ROW.format("operator", "variant", "registers", "shared bytes", "spills", "seconds"), flush=True)
+    head = "operator", "variant", "registers", "shared bytes", "spills", "instructions", "seconds"
+    print(ROW.format(*head), flush=True)
 
     def report(outcome: Outcome) -> None:
         needed = outcome.resources
-        figures = (needed.registers, needed.shared, needed.spills) if needed else ("-", "-", "failed")
+        figures: tuple[object, ...] = "-", "-", "failed", "-"
+        if needed:
+            figures = needed.registers, needed.shared, needed.spills, needed.instructions or "-"
         print(ROW.format(outcome.job.operator, outcome.job.variant, *figures, f"{outcome.seconds:.2f}"), flush=True)
 
     jobs, failures = list_jobs(modules)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from specmamba.kernels.aot.instructions import count_instructions, disassemble
 from specmamba.kernels.aot.table import Resources, Target, read_amdgcn, read_ptxas_log
 from specmamba.kernels.gpu import Variant
 
@@ -97,8 +98,18 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
             },
         )
     if target.backend == "cuda":
-        return read_ptxas_log(ptxas_log.getvalue(), compiled.metadata.shared)
+        needed = read_ptxas_log(ptxas_log.getvalue(), compiled.metadata.shared)
+        return replace(needed, instructions=_instructions(variant, compiled.asm["cubin"]))
     return read_amdgcn(compiled.asm["amdgcn"], compiled.metadata.shared)
+
+
+def _instructions(variant: Variant, cubin: bytes) -> int:
+    """What the warps of one head of one row issue; 0 where the variant does not say how often its code runs."""
+    if variant.work is None:
+        return 0
+    sizes = {name: value for name, value in variant.constexprs.items() if isinstance(value, int)}
+    of_warp = count_instructions(disassemble(cubin), {**sizes, **variant.work.sizes})
+    return of_warp * variant.num_warps * variant.work.programs
 
 
 def compiler_versions(target: Target) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Resources:
     shared: int  # bytes per block
     spills: int  # to memory. NVIDIA: bytes stored and loaded per thread; AMD: vector registers
     scalar_spills: int = 0  # AMD: scalar registers kept in lanes of vector registers
+    instructions: int = 0  # NVIDIA: issued by all warps of one head of one row, for the variant's Work; 0: not counted
 
 
 def read_ptxas_log(log: str, shared: int) -> Resources:
@@ -163,8 +164,9 @@ def write_table(table: Table, file: Path) -> None:
 
 
 def _figures(row: Resources) -> dict[str, int]:
-    """All figures; without scalar spills, which only AMD has, where there are none."""
-    return {field: figure for field, figure in asdict(row).items() if figure or field != "scalar_spills"}
+    """All figures; those that only some kernels have, where they are not zero."""
+    optional = "scalar_spills", "instructions"
+    return {field: figure for field, figure in asdict(row).items() if figure or field not in optional}
 
 
 def _name(key: Key) -> str:

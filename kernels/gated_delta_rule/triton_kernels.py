@@ -296,6 +296,117 @@ def tree_kernel(
     tl.store(out_at, tl.where(affected[:, None] > 0, float("nan"), result), mask=in_values)
 
 
+@triton.jit(do_not_specialize=["num_nodes", "node_offset", "padding_slot"])
+def chain_kernel(
+    q,  # [B, N, Hk, K] float32
+    k,  # [B, N, Hk, K] float32
+    v,  # [B, N, Hv, V] float32
+    g,  # [B, N, Hv] float32, contiguous
+    beta,  # [B, N, Hv] float32, contiguous
+    out,  # [B, N, Hv, V] float32, contiguous
+    states,  # [slots, Hv, K, V] any float dtype
+    records_k,  # [rows, R, Hk, K] float32
+    records_u,  # [rows, R, Hv, V] float32
+    records_decay,  # [rows, R, Hv] float32
+    rows,  # [B] int64
+    slots,  # [B] int64
+    num_pending,  # [B] int64 or None
+    folds,  # [B] bool or None
+    num_nodes,
+    node_offset,
+    padding_slot,
+    q_row_stride,
+    q_node_stride,
+    q_head_stride,
+    k_row_stride,
+    k_node_stride,
+    k_head_stride,
+    v_row_stride,
+    v_node_stride,
+    v_head_stride,
+    state_slot_stride,
+    state_head_stride,
+    state_key_stride,
+    keys_row_stride,
+    keys_record_stride,
+    keys_head_stride,
+    updates_row_stride,
+    updates_record_stride,
+    updates_head_stride,
+    decay_row_stride,
+    decay_record_stride,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads of one key head
+    BLOCK_NODES: tl.constexpr,  # no fewer than there are nodes
+    BLOCK_KEYS: tl.constexpr,  # all keys
+    BLOCK_VALUES: tl.constexpr,
+):
+    """Chains: the recurrence itself, node after node, on a state that stays in registers from its one read on."""
+    row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    at_k, at_v = tl.arange(0, BLOCK_KEYS), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_k, is_v = at_k < KEY_DIM, at_v < VALUE_DIM
+    token = row * num_nodes * num_heads + head
+    slot, ring = tl.load(slots + row), tl.load(rows + row)
+    if slot == padding_slot:
+        at_n = tl.arange(0, BLOCK_NODES)
+        out_at = out + (token + at_n[:, None] * num_heads) * VALUE_DIM + at_v[None, :]
+        in_values = (at_n < num_nodes)[:, None] & is_v[None, :]
+        tl.store(out_at, tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32), mask=in_values)
+        return
+    keys = records_k + ring * keys_row_stride + (head // GROUP) * keys_head_stride
+    updates = records_u + ring * updates_row_stride + head * updates_head_stride
+    decay = records_decay + ring * decay_row_stride + head
+    count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
+    total = path_decay(decay, count, decay_record_stride)
+
+    state_at = states + slot * state_slot_stride + head * state_head_stride
+    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+    in_state = is_k[:, None] & is_v[None, :]
+    state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32) * tl.exp(total)
+    for j in range(count):
+        weight = tl.exp(total - tl.load(decay + j * decay_record_stride))
+        key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
+        update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
+        state += key[:, None] * (update * weight)[None, :]
+    path = total
+    if folds is not None:
+        is_folded = tl.load(folds + row) & (count > 0)
+        if is_folded:
+            stored = as_stored(state, states.dtype.element_ty)
+            tl.store(state_at, stored, mask=in_state)
+            state = stored.to(tl.float32)  # as the next verify will read it
+        path = tl.where(is_folded, 0.0, total)
+
+    q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_k
+    k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_k
+    v_at = v + row * v_row_stride + head * v_head_stride + at_v
+    is_first = tl.program_id(0) == 0  # the first of the programs that hold all of them writes keys and decays
+    flaws = 0.0
+    for i in range(num_nodes):
+        q_node = tl.load(q_at + i * q_node_stride, mask=is_k, other=0.0)
+        k_raw = tl.load(k_at + i * k_node_stride, mask=is_k, other=0.0)
+        v_node = tl.load(v_at + i * v_node_stride, mask=is_v, other=0.0)
+        g_raw, beta_raw = tl.load(g + token + i * num_heads), tl.load(beta + token + i * num_heads)
+        k_node, g_node = finite(k_raw), finite(g_raw)
+
+        step = tl.exp(g_node)
+        u = finite(beta_raw) * (v_node - step * tl.sum(k_node[:, None] * state, 0))
+        flaws += tl.sum(not_finite(k_raw), 0) + tl.sum(not_finite(u), 0) + not_finite(g_raw) + not_finite(beta_raw)
+        u = finite(u)
+        state = state * step + k_node[:, None] * u[None, :]
+        result = tl.sum(q_node[:, None] * state, 0)
+        out_at = out + (token + i * num_heads) * VALUE_DIM + at_v
+        tl.store(out_at, tl.where(flaws > 0, float("nan"), result), mask=is_v)
+
+        record, path = node_offset + i, path + g_node
+        tl.store(updates + record * updates_record_stride + at_v, u, mask=is_v)
+        if is_first:
+            tl.store(decay + record * decay_record_stride, finite(path))
+            if head % GROUP == 0:
+                tl.store(keys + record * keys_record_stride + at_k, k_node, mask=is_k)
+
+
 @triton.jit(do_not_specialize=["num_nodes", "parents_row_stride"])
 def snapshots_kernel(
     q,  # [B, N, Hk, K] float32

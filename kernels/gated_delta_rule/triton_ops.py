@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
-from specmamba.kernels.gpu import Variant
+from specmamba.kernels.gpu import Variant, Work
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.triton_ops import RECORDS, block, variant
+
+PADDING_SLOT, NO_SLOT = 0, -1
+MAX_CHAIN = 8  # nodes up to which a chain is run as the recurrence; beyond, matrix products do more nodes at a time
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ def root_tile(key_dim: int, value_dim: int) -> Tile:
     """Choose the tile for trees of one node: the state is read once and used at once, with many loads in flight."""
     keys = block(key_dim)
     return Tile(1, keys, block(value_dim, 32), num_warps=4 if keys <= 128 else 8)
+
+
+def chain_tile(key_dim: int, value_dim: int) -> Tile:
+    """Choose the tile for short chains: one warp, whose threads have 64 numbers of the state each in registers.
+
+    Sums over keys are then exchanged between lanes, without barriers. On sm_90, of blocks of 8, 16 and 32 values of 128
+    keys, 16 need the fewest instructions without spills.
+    """
+    keys = block(key_dim)
+    return Tile(MAX_CHAIN, keys, min(max(4, 2048 // keys), block(value_dim)), num_warps=1)
 
 
 def tree_tile(num_nodes: int, value_dim: int) -> Tile:
@@ -65,9 +78,6 @@ def constexprs(kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int
     return {name: value for name, value in values.items() if name in kernel.arg_names}
 
 
-PADDING_SLOT, NO_SLOT = 0, -1
-
-
 def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateOperands) -> Tensor:
     """Run the form that the operands ask for, in one launch on the pools in place."""
     return state.launch(sys.modules[__name__], (q, k, v, g, beta))
@@ -96,12 +106,23 @@ def tree_verify_in_place(
 
 
 def tree_verify(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, records: Records, placement: TreePlacement
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    records: Records,
+    placement: TreePlacement,
+    is_chain: bool = False,
 ) -> Tensor:
-    """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, ``state`` in any float dtype."""
+    """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, ``state`` in any float dtype.
+
+    ``is_chain`` says that all trees are chains without padding, as in ``Trees``.
+    """
     rows = torch.arange(len(state), device=state.device)
     buffers = Buffers(state, records[0], *records)  # there is no convolution
-    return _tree_verify(q, k, v, g, beta, buffers, Trees(rows, rows, rows, *placement), NO_SLOT)
+    return _tree_verify(q, k, v, g, beta, buffers, Trees(rows, rows, rows, *placement, is_chain=is_chain), NO_SLOT)
 
 
 def tree_verify_snapshots(
@@ -176,6 +197,10 @@ def _tree_verify(
         kernel, tile = kernels.root_kernel, root_tile(key_dim, value_dim)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in (0, 2))
         arguments = (*operands, t.node_offset, padding_slot, *of_tokens, *of_buffers)
+    elif t.is_chain and num_nodes <= MAX_CHAIN:
+        kernel, tile = kernels.chain_kernel, chain_tile(key_dim, value_dim)
+        of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
+        arguments = (*operands, num_nodes, t.node_offset, padding_slot, *of_tokens, *of_buffers)
     else:
         kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim)
         ancestors = t.ancestors if t.ancestors.stride(2) == 1 else t.ancestors.contiguous()
@@ -211,18 +236,27 @@ def _grid(tile: Tile, batch: int, heads: int, value_dim: int) -> tuple[int, int,
 
 
 def variants() -> list[Variant]:
-    """Trees of 1, 16 and 64 nodes, known tokens, snapshots; heads of 128, and of 64 and 256 where the tile changes."""
-    root, tree = kernels.root_kernel, kernels.tree_kernel
+    """Trees of 1, 16 and 64 nodes, chains, known tokens, snapshots; heads of 128, and of others where tiles change."""
+    root, chain, tree = kernels.root_kernel, kernels.chain_kernel, kernels.tree_kernel
     return [
         _variant("tree_verify N=1", root, root_tile(128, 128), "fp32", 128),
         _variant("tree_verify N=1", root, root_tile(256, 128), "bf16", 256),
-        _variant("tree_verify N=8", tree, tree_tile(8, 128), "bf16", 128),
-        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 64),
-        _variant("tree_verify N=64", tree, tree_tile(64, 128), "fp32", 128),
+        _variant("tree_verify chain N=4", chain, chain_tile(128, 128), "fp32", 128, nodes=4),
+        _variant("tree_verify chain N=4", chain, chain_tile(128, 128), "bf16", 128, nodes=4),
+        _variant("tree_verify chain N=8", chain, chain_tile(64, 128), "fp32", 64, nodes=8),
+        _variant("tree_verify chain N=8", chain, chain_tile(256, 128), "bf16", 256, nodes=8),
+        _variant("tree_verify N=4", tree, tree_tile(4, 128), "fp32", 128, nodes=4),
+        _variant("tree_verify N=8", tree, tree_tile(8, 128), "bf16", 128, nodes=8),
+        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 64, nodes=16),
+        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 128, nodes=16),
+        _variant("tree_verify N=64", tree, tree_tile(64, 128), "fp32", 128, nodes=64),
         _variant("extend", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128),
         _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
     ]
+
+
+COUNTED_PENDING = 8  # records before the nodes in counts of instructions: the most that chains of 4 and 8 nodes find
 
 
 POINTERS: Mapping[str, str] = {
@@ -233,11 +267,15 @@ POINTERS: Mapping[str, str] = {
 }
 
 
-def _variant(what: str, kernel: Any, tile: Tile, state_dtype: str, key_dim: int) -> Variant:
+def _variant(what: str, kernel: Any, tile: Tile, state_dtype: str, key_dim: int, nodes: int = 0) -> Variant:
     pointers = {name: POINTERS.get(name, state_dtype) for name in (*POINTERS, "state", "states")}
     taken = {name: of for name, of in pointers.items() if name in kernel.arg_names}
     constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, 2)
     if state_dtype == "fp32" and taken.pop("work", ""):
         constants["work"] = None
     name = f"{what} {state_dtype} K={key_dim} V=128"
-    return variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)
+    made = variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)
+    if nodes == 0:
+        return made
+    sizes = {"num_nodes": nodes, "num_steps": nodes - 1, "count": COUNTED_PENDING}
+    return replace(made, work=Work(_grid(tile, 1, 1, 128)[0], sizes))

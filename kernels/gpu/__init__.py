@@ -118,6 +118,14 @@ def launch(kernel: Any, grid: tuple[int, ...], tile: Tile, constants: Mapping[st
 
 
 @dataclass(frozen=True)
+class Work:
+    """How often a variant's code runs for one head of one row, so that its instructions can be counted."""
+
+    programs: int  # of one head of one row
+    sizes: Mapping[str, int]  # values of the names in the ranges of its loops that are no constants of the variant
+
+
+@dataclass(frozen=True)
 class Variant:
     """A kernel with everything that its machine code depends on, as a launch would have it.
 
@@ -137,6 +145,7 @@ class Variant:
     num_warps: int
     num_stages: int
     unaligned: frozenset[str] = frozenset()
+    work: Work | None = None  # None: instructions are not counted
 
     def is_aligned(self, argument: str) -> bool:
         """Whether an argument is assumed to be a multiple of 16 (a pointer: of 16 bytes)."""

@@ -112,6 +112,7 @@ class Trees:
     firsts: Tensor | None = None  # [B] int64
     counts: Tensor | None = None  # [B] int64, nodes of each tree, their sum not above T
     num_packed: int | None = None  # T; None: inputs are [B, N, ...]
+    is_chain: bool = False  # every tree is a chain of all N nodes: known on the host. Triton runs short ones otherwise
 
     @cached_property
     def placement(self) -> TreePlacement:

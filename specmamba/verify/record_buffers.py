@@ -139,8 +139,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             checkpoints = RowSet.of(range(size), index.device, torch.arange(size, device=index.device))
         places = rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds
         packing = tree.packing
-        packed = () if packing is None else (packing.firsts, packing.counts, packing.num_packed)
-        trees = state_records.Trees(*places, *packed)
+        packed = (None, None, None) if packing is None else (packing.firsts, packing.counts, packing.num_packed)
+        trees = state_records.Trees(*places, *packed, tree.is_chain)
         return RecordPlan(slots, tree, index, trees, checkpoints)
 
     def operands(self, layer: int, plan: RecordPlan) -> RecordOperands:

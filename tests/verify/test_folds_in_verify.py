@@ -10,7 +10,7 @@ import torch
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
-from specmamba.draft.drafter import chain_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.verify.record_buffers import RecordBuffers
 
 CPU = torch.device("cpu")
@@ -80,6 +80,15 @@ def test_records_of_a_folded_row_begin_its_list() -> None:
     assert buffers.decay[0, 1, :3, 0].tolist() == [first, first + 1, first + 2]
     behind = slots.num_pending[1]
     assert buffers.decay[0, 2, : behind + 2, 0].tolist() == [*range(behind), first, first + 1]
+
+
+def test_kernels_are_told_of_chains() -> None:
+    """By the drafts' shape, which the host knows: in a captured step nothing is read from the device."""
+    buffers, _ = begun(3)
+    slots = buffers.place([1, 2], 3).on(CPU)
+    chains = torch.tensor([[-1, 0, 1]] * 2)
+    assert buffers.plan_at(slots, chain_shape(2, 3, CPU)).trees.is_chain
+    assert not buffers.plan_at(slots, tree_shape(chains, 2)).trees.is_chain
 
 
 @pytest.mark.usefixtures("needs_native")

@@ -503,6 +503,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("b", 'say "x"'): Resources(40, 0, 0),
         ("a", "é"): Resources(255, 1024, 0),
         ("b", "y"): Resources(1, 2, 3, 4),
+        ("b", "z"): Resources(1, 2, 0, instructions=28136),
     }
     before = Table("sm_80", {"triton": "3.9.0", "ptxas": "12.9.86"}, rows)
     write_table(before, tmp_path / "new" / "sm_80.json")

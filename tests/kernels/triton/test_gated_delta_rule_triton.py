@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from tests.kernels.recurrent.test_gated_delta_rule import Tokens, make_tokens
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 pytest.importorskip("triton")
-from specmamba.kernels.gated_delta_rule import triton_ops
+from specmamba.kernels.gated_delta_rule import triton_kernels, triton_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -37,6 +37,8 @@ SIZES = [
     (33, (1, 1, 8, 20)),
 ]
 
+KINDS = [(1, False), (5, False), (4, True)]  # nodes, and whether the trees are chains
+
 # the interpreter multiplies in NumPy, which warns of infinite operands
 may_be_invalid = pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 
@@ -47,21 +49,28 @@ def bits(x: Tensor) -> Tensor:
 
 
 def verify(
-    device: str, tokens: Tokens, state: Tensor, records: Records, *places: Any, ops: ModuleType = triton_ops
+    device: str, tokens: Tokens, state: Tensor, records: Records, *places: Any, is_chain: bool = False
 ) -> tuple[Tensor, Records]:
     """Outputs and the records afterwards, which are not the ones that were given."""
     after = Records(*(x.to(device, copy=True) for x in records))
     where = [x.to(device) if isinstance(x, Tensor) else x for x in places]
-    out = ops.tree_verify(*(x.to(device) for x in tokens), state.to(device), after, TreePlacement(*where))
+    there = [x.to(device) for x in tokens]
+    out = triton_ops.tree_verify(*there, state.to(device), after, TreePlacement(*where), is_chain)
     return out.cpu(), Records(*(x.cpu() for x in after))
 
 
 def check_verify(
-    device: str, tokens: Tokens, state: Tensor, records: Records, *places: Any, **tolerance: float
+    device: str,
+    tokens: Tokens,
+    state: Tensor,
+    records: Records,
+    *places: Any,
+    is_chain: bool = False,
+    **tolerance: float,
 ) -> None:
     """Outputs and records are those of the float64 recurrence, and nothing else is written."""
     nodes, offset = tokens.g.shape[1], places[1]
-    out, got = verify(device, tokens, state, records, *places)
+    out, got = verify(device, tokens, state, records, *places, is_chain=is_chain)
     want = records.clone(torch.float64)
     want_out = reference.tree_verify(*tokens.double(), state.double(), want, TreePlacement(*places))
     torch.testing.assert_close(out.double(), want_out, **(TOLERANCE | tolerance))
@@ -86,6 +95,55 @@ def test_tree_verify_matches_reference(nodes: int, heads: tuple[int, int, int, i
     check_verify(gpu_device, tokens, state, records, pending, offset, mask_of(batch_of_parents(shapes, nodes, seed=3)))
 
 
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("nodes", "heads"),
+    [(2, (1, 3, 7, 5)), (4, (1, 2, 128, 40)), (3, (2, 4, 16, 24)), (8, (2, 2, 20, 40)), (5, (1, 1, 130, 12))],
+)
+def test_chains_match_reference(nodes: int, heads: tuple[int, int, int, int], gpu_device: str) -> None:
+    """The recurrence in registers: one block of values and several, odd widths, grouped heads."""
+    pending, offset = torch.tensor([0, 6, 1]), 6
+    tokens, state = make_tokens(3, nodes, heads, seed=nodes)
+    records = make_records(3, nodes + 9, heads, pending, seed=nodes + 1)
+    for x in records:
+        x[:, offset : offset + nodes] = torch.nan  # written before it is read
+    mask = mask_of(batch_of_parents(("chain",) * 3, nodes, seed=0))
+    check_verify(gpu_device, tokens, state, records, pending, offset, mask, is_chain=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_chain", "kernel"),
+    [
+        (1, True, "root_kernel"),
+        (2, True, "chain_kernel"),
+        (8, True, "chain_kernel"),
+        (9, True, "tree_kernel"),
+        (2, False, "tree_kernel"),
+    ],
+)
+def test_chains_are_known_without_a_look_at_their_ancestors(
+    nodes: int, is_chain: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    for name in ("root_kernel", "chain_kernel", "tree_kernel"):
+        monkeypatch.setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), name, launched))
+    tokens, state = make_tokens(1, nodes, (1, 1, 8, 8), seed=0)
+    records = make_records(1, nodes, (1, 1, 8, 8), torch.zeros(1), seed=0)
+    mask = mask_of(batch_of_parents(("chain",), nodes, seed=0))
+    verify("cpu", tokens, state, records, None, 0, mask, is_chain=is_chain)
+    assert launched == [kernel]
+
+
+class Recorded:
+    """A kernel that is not run: its name is noted."""
+
+    def __init__(self, kernel: Any, name: str, launched: list[str]) -> None:
+        self.arg_names, self._name, self._launched = kernel.arg_names, name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self._launched.append(self._name)
+
+
 @pytest.mark.parametrize("nodes", [1, 64])
 def test_a_long_chain_and_a_root(nodes: int, gpu_device: str) -> None:
     """Nothing pending, and keys that repeat: the system is as far from diagonal as it gets."""
@@ -97,34 +155,38 @@ def test_a_long_chain_and_a_root(nodes: int, gpu_device: str) -> None:
     check_verify(gpu_device, tokens, state, make_records(1, nodes, (1, 1, 8, 8), none, seed=5), none, 0, mask)
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_every_fill_of_the_pending_list(nodes: int, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "is_chain"), [(1, False), (3, False), (3, True)])
+def test_every_fill_of_the_pending_list(nodes: int, is_chain: bool, gpu_device: str) -> None:
     heads, pending = (1, 1, 16, 8), torch.arange(18)
     tokens, state = make_tokens(18, nodes, heads, seed=6)
     records = make_records(18, 17 + nodes, heads, pending, seed=7)
-    mask = mask_of(batch_of_parents(("bushy", "star", "chain") * 6, nodes, seed=8))
-    check_verify(gpu_device, tokens, state, records, pending, 17, mask)
+    shapes = ("chain",) * 18 if is_chain else ("bushy", "star", "chain") * 6
+    mask = mask_of(batch_of_parents(shapes, nodes, seed=8))
+    check_verify(gpu_device, tokens, state, records, pending, 17, mask, is_chain=is_chain)
 
 
 @pytest.mark.parametrize("node_offset", [0, 1, 5])
-@pytest.mark.parametrize("nodes", [1, 6])
-def test_num_pending_none_means_every_record_before_the_nodes(nodes: int, node_offset: int, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "is_chain"), [(1, False), (6, False), (6, True)])
+def test_num_pending_none_means_every_record_before_the_nodes(
+    nodes: int, is_chain: bool, node_offset: int, gpu_device: str
+) -> None:
     heads = (1, 1, 8, 8)
     tokens, state = make_tokens(2, nodes, heads, seed=9)
     records = make_records(2, node_offset + nodes, heads, torch.full((2,), node_offset), seed=10)
-    mask = mask_of(batch_of_parents(("bushy", "padded"), nodes, seed=11))
-    check_verify(gpu_device, tokens, state, records, None, node_offset, mask)
+    mask = mask_of(batch_of_parents(("chain", "chain") if is_chain else ("bushy", "padded"), nodes, seed=11))
+    check_verify(gpu_device, tokens, state, records, None, node_offset, mask, is_chain=is_chain)
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
 @pytest.mark.parametrize("decay", [0.0, -60.0])
-def test_stable_at_any_decay(decay: float, gpu_device: str) -> None:
+def test_stable_at_any_decay(decay: float, is_chain: bool, gpu_device: str) -> None:
     """Strong decay along a path makes off-path differences so large that their exponential overflows."""
     heads, pending = (1, 1, 16, 8), torch.tensor([0, 3, 1, 2, 3])
     tokens, state = make_tokens(len(SHAPES), 7, heads, seed=12)
     tokens.g.fill_(decay)
-    mask = mask_of(batch_of_parents(SHAPES, 7, seed=13))
+    mask = mask_of(batch_of_parents(("chain",) * len(SHAPES) if is_chain else SHAPES, 7, seed=13))
     records = make_records(len(SHAPES), 10, heads, pending, seed=14)
-    check_verify(gpu_device, tokens, state, records, pending, 3, mask, rtol=1e-4, atol=1e-4)
+    check_verify(gpu_device, tokens, state, records, pending, 3, mask, is_chain=is_chain, rtol=1e-4, atol=1e-4)
 
 
 class InPlace:
@@ -132,13 +194,14 @@ class InPlace:
 
     heads, pending, folds = (1, 2, 16, 24), [3, 5, 4, 0], [True, False, True, True]
 
-    def __init__(self, nodes: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, nodes: int, dtype: torch.dtype = torch.float32, is_chain: bool = False) -> None:
         torch.manual_seed(nodes)
-        made, trees = make_buffers_and_trees(self.heads, nodes, self.pending, shapes=("bushy", "star", "chain"))
+        shapes = ("chain",) if is_chain else ("bushy", "star", "chain")
+        made, trees = make_buffers_and_trees(self.heads, nodes, self.pending, shapes=shapes)
         states = torch.cat([torch.full_like(made.states[:1], torch.nan), made.states])
         slots = torch.where(torch.tensor([True, True, False, True]), trees.slots + 1, 0)
         self.buffers: Buffers = replace(made, states=states.to(dtype))
-        self.trees: Trees = replace(trees, slots=slots, folds=torch.tensor(self.folds))
+        self.trees: Trees = replace(trees, slots=slots, folds=torch.tensor(self.folds), is_chain=is_chain)
         self.tokens, _ = make_tokens(4, nodes, self.heads, seed=nodes)
 
     def run(self, device: str, trees: Trees) -> tuple[Tensor, Buffers]:
@@ -155,12 +218,12 @@ class InPlace:
         return reference.tree_verify(*tokens, state[None].double(), records, TreePlacement(*places))[0], records
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases("fp32-4", "bf16-1")
+@pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("nodes", [1, 5])
-def test_in_place_with_folds(nodes: int, dtype: str, gpu_device: str) -> None:
+def test_in_place_with_folds(dtype: str, nodes: int, is_chain: bool, gpu_device: str) -> None:
     """A row that folds goes on from the checkpoint that it leaves; other slots and rows keep every bit."""
-    case = InPlace(nodes, TYPES[dtype])
+    case = InPlace(nodes, TYPES[dtype], is_chain)
     out, after = case.run(gpu_device, case.trees)
     rounding = {"rtol": max(2e-5, torch.finfo(TYPES[dtype]).eps), "atol": max(2e-5, torch.finfo(TYPES[dtype]).eps)}
     states, rings = case.buffers.states.clone(), [x.clone() for x in (after.k, after.u, after.decay)]
@@ -184,28 +247,28 @@ def test_in_place_with_folds(nodes: int, dtype: str, gpu_device: str) -> None:
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(rings, before, strict=True))
 
 
-@pytest.mark.parametrize("nodes", [1, 5])
-def test_a_fold_changes_no_output(nodes: int, gpu_device: str) -> None:
-    case = InPlace(nodes)
+@pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
+def test_a_fold_changes_no_output(nodes: int, is_chain: bool, gpu_device: str) -> None:
+    case = InPlace(nodes, is_chain=is_chain)
     folded, _ = case.run(gpu_device, case.trees)
     out, after = case.run(gpu_device, replace(case.trees, folds=None))
     torch.testing.assert_close(folded, out, **TOLERANCE)
     assert torch.equal(bits(after.states), bits(case.buffers.states))
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_float16_ends_at_its_largest_number(nodes: int, gpu_device: str) -> None:
-    case = InPlace(nodes, torch.float16)
+@pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
+def test_float16_ends_at_its_largest_number(nodes: int, is_chain: bool, gpu_device: str) -> None:
+    case = InPlace(nodes, torch.float16, is_chain)
     case.buffers.u[case.trees.rows[0], 0] *= 1e7
     out, after = case.run(gpu_device, case.trees)
     assert after.states[case.trees.slots[0]].abs().max() == 65504
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("nodes", [1, 5])
-def test_parts_of_larger_tensors(nodes: int, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
+def test_parts_of_larger_tensors(nodes: int, is_chain: bool, gpu_device: str) -> None:
     """Values as a slice of the convolution's output, layers of pools, trees that rows share."""
-    case, (hk, hv, key_dim, value_dim) = InPlace(nodes), InPlace.heads
+    case, (hk, hv, key_dim, value_dim) = InPlace(nodes, is_chain=is_chain), InPlace.heads
     t = replace(case.trees, ancestors=case.trees.ancestors[:1].expand(4, -1, -1))
     want, wanted = case.run(gpu_device, t)
     mixed = torch.cat([x.flatten(2) for x in case.tokens[:3]], -1).to(gpu_device)
@@ -223,17 +286,17 @@ def test_parts_of_larger_tensors(nodes: int, gpu_device: str) -> None:
         triton_ops.tree_verify_in_place(q, k, v, g, beta, turned, moved(t, gpu_device))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases("4")
 @may_be_invalid
-@pytest.mark.parametrize("nodes", [1, 7])
-def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "is_chain"), [(1, False), (7, False), (4, True)])
+def test_nan_affects_a_node_and_its_descendants_only(nodes: int, is_chain: bool, gpu_device: str) -> None:
     """One row for each number of a node that may be spoilt, in every way."""
     hit, heads, batch = min(1, nodes - 1), (1, 2, 16, 8), 15
     tokens, state = make_tokens(batch, nodes, heads, seed=15)
     pending = torch.arange(batch) % 3
     records = make_records(batch, 2 + nodes, heads, pending, seed=16)
-    mask = mask_of(batch_of_parents(("binary",) * batch, nodes, seed=0))
-    want, clean = verify(gpu_device, tokens, state, records, pending, 2, mask)
+    mask = mask_of(batch_of_parents(("chain" if is_chain else "binary",) * batch, nodes, seed=0))
+    want, clean = verify(gpu_device, tokens, state, records, pending, 2, mask, is_chain=is_chain)
     affected = torch.zeros(batch, nodes, 2, dtype=torch.bool)
     for row in range(batch):
         field, value = Tokens._fields[row % 5], (torch.nan, torch.inf, -torch.inf)[row // 5]
@@ -241,7 +304,7 @@ def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str
         x[(row, hit, *[0] * (x.dim() - 2))] = value
         below = mask[row, :, hit] if field != "q" else torch.arange(nodes) == hit
         affected[row, below] = torch.tensor([True, field in "qk"])
-    out, left = verify(gpu_device, tokens, state, records, pending, 2, mask)
+    out, left = verify(gpu_device, tokens, state, records, pending, 2, mask, is_chain=is_chain)
     assert torch.equal(~out.isfinite().all(-1), affected)
     torch.testing.assert_close(out[~affected], want[~affected], rtol=1e-6, atol=1e-6)
     others = ~mask[:, :, hit]
@@ -251,12 +314,13 @@ def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str
 
 
 def test_a_checkpoint_that_is_not_finite_leaves_finite_records(gpu_device: str) -> None:
-    for nodes in (1, 3):
+    for nodes, is_chain in ((1, False), (3, False), (3, True)):
         tokens, state = make_tokens(2, nodes, (1, 1, 8, 8), seed=17)
-        pending, mask = torch.tensor([1, 1]), mask_of(batch_of_parents(("star", "star"), nodes, seed=0))
+        shapes = ("chain" if is_chain else "star",) * 2
+        pending, mask = torch.tensor([1, 1]), mask_of(batch_of_parents(shapes, nodes, seed=0))
         state[0, 0, 3] = torch.nan
         records = make_records(2, 1 + nodes, (1, 1, 8, 8), pending, seed=18)
-        out, left = verify(gpu_device, tokens, state, records, pending, 1, mask)
+        out, left = verify(gpu_device, tokens, state, records, pending, 1, mask, is_chain=is_chain)
         assert out[0].isnan().all()
         assert out[1].isfinite().all()
         assert all(x.isfinite().all() for x in left)

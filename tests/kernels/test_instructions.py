@@ -1,0 +1,101 @@
+"""Counts of instructions of compiled kernels: loops of machine code, and the figures that the tables hold."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: pip install 'specmamba[gpu]'")
+
+from specmamba.kernels.aot.command import TABLES
+from specmamba.kernels.aot.instructions import count_instructions, trips_of
+from specmamba.kernels.aot.table import Resources, read_table
+
+LINES = {1: "def kernel(x):", 2: "    for i in range(num_nodes):", 3: "for j in tl.range(0, count, 4):", 4: "x = 1"}
+
+# a prologue of two, a loop of four with an empty one, in it a loop of two, an end, and what fills the memory after it
+ASSEMBLY = """
+    //## File "/k.py", line 1
+            /*0000*/                   LDC R1, c[0x0][0x28] ;
+            /*0010*/               @P0 BRA `(.L_x_9) ;
+    .L_x_3:
+    //## File "/k.py", line 4
+            /*0020*/                   FADD R1, R2, R3 ;
+    .L_x_4:
+            /*0030*/              @!P2 LDG.E.64 R2, desc[UR28][R2.64] ;
+            /*0040*/                   NOP ;
+    //## File "/k.py", line 3
+            /*0050*/               @P1 BRA `(.L_x_4) ;
+    //## File "/k.py", line 4 inlined at "/k.py", line 2
+            /*0060*/             @!UP1 UIADD3 UR4, UR4, 0x1, URZ ;
+    //## File "/k.py", line 2
+            /*0070*/               @P0 BRA.U `(.L_x_3) ;
+    .L_x_9:
+            /*0080*/                   EXIT ;
+    .L_x_7:
+            /*0090*/                   BRA `(.L_x_7);
+            /*00a0*/                   NOP;
+"""
+
+
+def line_of(_: str, number: int) -> str:
+    return LINES[number]
+
+
+def test_instructions_of_loops_count_as_often_as_these_run() -> None:
+    count = count_instructions(dedent(ASSEMBLY), {"num_nodes": 3, "count": 9}, line_of)
+    assert count == 2 + 3 * (3 + 3 * 2) + 2
+
+
+def test_a_loop_of_no_trips_counts_as_a_branch() -> None:
+    assert count_instructions(dedent(ASSEMBLY), {"num_nodes": 1, "count": 0}, line_of) == 2 + 3 + 2 + 2
+
+
+def test_a_loop_that_was_unrolled_is_no_count() -> None:
+    twice = dedent(ASSEMBLY).replace('"/k.py", line 3', '"/k.py", line 2')
+    with pytest.raises(ValueError, match="several loops"):
+        count_instructions(twice, {"num_nodes": 3, "count": 9}, line_of)
+
+
+@pytest.mark.parametrize(
+    ("source", "trips"),
+    [
+        ("for i in range(n):", 5),
+        ("for i in tl.range(1, n, 3):", 2),
+        ("for i in range(0, 7):", 7),
+        ("for i in range(n, 2):", 1),
+    ],
+)
+def test_trips_follow_from_the_source(source: str, trips: int) -> None:
+    assert trips_of(source, {"n": 5}) == trips
+
+
+@pytest.mark.parametrize(("source", "what"), [("x = f(y)", "no range"), ("for i in range(m, k):", "m, k has no value")])
+def test_a_loop_without_known_trips_is_an_error(source: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        trips_of(source, {"n": 5})
+
+
+# The committed figures
+
+
+def rows_of(target: str) -> dict[str, Resources]:
+    """Of the verify kernels of recurrent layers, by variant."""
+    rows = read_table(TABLES / f"{target}.json").rows
+    return {name: row for (operator, name), row in rows.items() if operator == "gated_delta_rule" and "verify" in name}
+
+
+def test_a_short_chain_takes_few_instructions() -> None:
+    """With a state in float32 and eight records pending; the tree kernel issues more than twice as many."""
+    rows = rows_of("sm_90")
+    assert 0 < rows["tree_verify chain N=4 fp32 K=128 V=128"].instructions <= 31_000
+    assert rows["tree_verify N=4 fp32 K=128 V=128"].instructions > 62_000
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_verify_kernels_leave_room_for_other_blocks(target: str) -> None:
+    """168 registers of a thread let three blocks of 128 threads run on one multiprocessor."""
+    small = {name: row for name, row in rows_of(target).items() if "N=64" not in name and "snapshots" not in name}
+    assert len(small) >= 8
+    assert {name: row for name, row in small.items() if row.registers > 168 or row.spills} == {}
