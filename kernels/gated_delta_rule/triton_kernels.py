@@ -21,6 +21,46 @@ def solve(system, u, num_steps):
 
 
 @triton.jit
+def product(a, b, PARTS: tl.constexpr):
+    """a b with sums in float32, of float32 operands: exact ("none"), or as products of parts in bfloat16 ("bf16").
+
+    x = high + low + rest, both parts in bfloat16: what is left out, rests and low times low, is below 2^-15 of a term.
+    "wide": with the same parts as float32 numbers, for Triton's interpreter, which cannot multiply bfloat16.
+    """
+    if PARTS == "none":
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        if PARTS == "wide":
+            a_high, a_low = a_high.to(tl.float32), a_low.to(tl.float32)
+            b_high, b_low = b_high.to(tl.float32), b_low.to(tl.float32)
+        return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
+
+
+@triton.jit
+def inverse(system, PARTS: tl.constexpr):
+    """The inverse of I + L, L = ``system`` strictly lower triangular: blocks of 1, 2, 4, ... rows on the diagonal.
+
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]. Entries stay those of inverses, so that nothing cancels, as
+    it does where powers of L are summed.
+    """
+    size: tl.constexpr = system.shape[0]
+    at = tl.arange(0, size)
+    result = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
+    for level in tl.static_range(7):
+        if (1 << level) < size:
+            of_row, of_column = at[:, None] >> level, at[None, :] >> level
+            is_joined = (of_row == of_column + 1) & (of_column % 2 == 0)
+            joined = tl.where(is_joined, system, 0.0)
+            if level == 0:
+                result -= joined
+            else:
+                result -= product(result, product(joined, result, PARTS), PARTS)
+    return result
+
+
+@triton.jit
 def decays(log_decay, precedes):
     """e^(G_i - G_j) where j precedes i, else 0; masked before exp: elsewhere it overflows."""
     between = tl.where(precedes, log_decay[:, None] - log_decay[None, :], 0.0)
@@ -201,8 +241,9 @@ def tree_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
     BLOCK_RECORDS: tl.constexpr,
+    PARTS: tl.constexpr,  # of products: see ``product``
 ):
-    """Any tree: one loop over the keys reads the state, advances it over the pending records, and serves all nodes."""
+    """Any tree: one loop over the keys reads the state for all nodes; pending records go into it, or beside it."""
     row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at_n, at_v = tl.arange(0, BLOCK_NODES), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     is_n, is_v = at_n < num_nodes, at_v < VALUE_DIM
@@ -226,11 +267,35 @@ def tree_kernel(
     seen_at = ancestors + row * ancestors_row_stride + at_n[:, None] * ancestors_node_stride + at_n[None, :]
     sees = tl.load(seen_at, mask=is_n[:, None] & is_n[None, :], other=0) != 0
     g_raw, beta_raw = tl.load(g + token, mask=is_n, other=0.0), tl.load(beta + token, mask=is_n, other=0.0)
-    flaws = not_finite(g_raw) + not_finite(beta_raw)
+    flaws = (g_raw + beta_raw) * 0.0  # NaN where something is not finite
     log_decay = tl.sum(tl.where(sees, finite(g_raw)[None, :], 0.0), 1)  # from the pending records on
 
     q_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
     k_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
+    if PARTS != "none":
+        q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
+        k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
+        num_unfolded = tl.where(is_folded, 0, count)
+        for first_record in range(0, num_unfolded, BLOCK_RECORDS):
+            at = first_record + tl.arange(0, BLOCK_RECORDS)
+            is_pending = at < count
+            to_last = total - tl.load(decay + at * decay_record_stride, mask=is_pending, other=0.0)
+            weight = tl.where(is_pending, tl.exp(tl.where(is_pending, to_last, 0.0)), 0.0)
+            q_old = tl.zeros((BLOCK_NODES, BLOCK_RECORDS), tl.float32)
+            k_old = tl.zeros((BLOCK_NODES, BLOCK_RECORDS), tl.float32)
+            for first_key in range(0, KEY_DIM, BLOCK_KEYS):
+                at_k = first_key + tl.arange(0, BLOCK_KEYS)
+                is_k = at_k < KEY_DIM
+                old_at = keys + at[:, None] * keys_record_stride + at_k[None, :]
+                old = tl.trans(tl.load(old_at, mask=is_pending[:, None] & is_k[None, :], other=0.0))
+                in_keys = is_n[:, None] & is_k[None, :]
+                q_old += product(tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
+                k_old += product(tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
+            update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
+            update = tl.load(update_at, mask=is_pending[:, None] & is_v[None, :], other=0.0) * weight[:, None]
+            q_read += product(q_old, update, PARTS)
+            k_read += product(k_old, update, PARTS)
+
     q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
     k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
     num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # written by the first of the programs that hold them all
@@ -242,24 +307,33 @@ def tree_kernel(
         state_at += at_k[:, None] * state_key_stride + at_v[None, :]
         in_state = is_k[:, None] & is_v[None, :]
         state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32)
-        state = advance(
-            state,
-            keys,
-            updates,
-            decay,
-            count,
-            total,
-            at_k,
-            at_v,
-            is_k,
-            is_v,
-            keys_record_stride,
-            1,
-            updates_record_stride,
-            1,
-            decay_record_stride,
-            BLOCK_RECORDS,
-        )
+        if PARTS != "none":  # pending records are read beside the state, unless they go into it: that is exact
+            state *= tl.exp(total)
+            if is_folded:
+                for j in range(count):
+                    weight = tl.exp(total - tl.load(decay + j * decay_record_stride))
+                    key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
+                    update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
+                    state += key[:, None] * (update * weight)[None, :]
+        else:
+            state = advance(
+                state,
+                keys,
+                updates,
+                decay,
+                count,
+                total,
+                at_k,
+                at_v,
+                is_k,
+                is_v,
+                keys_record_stride,
+                1,
+                updates_record_stride,
+                1,
+                decay_record_stride,
+                BLOCK_RECORDS,
+            )
         if is_folded:
             stored = as_stored(state, states.dtype.element_ty)
             tl.store(state_at, stored, mask=in_state)
@@ -268,30 +342,32 @@ def tree_kernel(
         q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
         q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
-        k_raw = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
-        flaws += tl.sum(not_finite(k_raw), 1)
-        k_part = finite(k_raw)
+        k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
         kept_at = keys + record[:, None] * keys_record_stride + at_k[None, :]
-        tl.store(kept_at, k_part, mask=in_keys & is_kept[:, None])
-        q_read += tl.dot(q_part, state, input_precision="ieee")
-        k_read += tl.dot(k_part, state, input_precision="ieee")
-        q_k += tl.dot(q_part, tl.trans(k_part), input_precision="ieee")
-        k_k += tl.dot(k_part, tl.trans(k_part), input_precision="ieee")
+        tl.store(kept_at, finite(k_part), mask=in_keys & is_kept[:, None])
+        q_read += product(q_part, state, PARTS)
+        k_read += product(k_part, state, PARTS)
+        q_k += product(q_part, tl.trans(k_part), PARTS)
+        k_k += product(k_part, tl.trans(k_part), PARTS)
 
     between = decays(log_decay, sees)
     of_state = tl.exp(log_decay)[:, None]
     v_at = v + row * v_row_stride + head * v_head_stride + at_n[:, None] * v_node_stride + at_v[None, :]
     u = finite(beta_raw)[:, None] * (tl.load(v_at, mask=in_values, other=0.0) - of_state * k_read)
     is_strict = sees & (at_n[:, None] != at_n[None, :])
-    system = tl.where(is_strict, finite(beta_raw)[:, None] * k_k * between, 0.0)
-    u = solve(system, u, num_nodes - 1)
-    flaws += tl.sum(not_finite(u), 1)
+    system = tl.where(is_strict, finite(beta_raw)[:, None] * finite(k_k) * between, 0.0)
+    if PARTS != "none":
+        flaws += tl.sum(u * 0.0, 1)
+        u = product(inverse(system, PARTS), finite(u), PARTS)
+    else:
+        u = solve(system, u, num_nodes - 1)
+    flaws = not_finite(flaws + tl.sum(u * 0.0, 1))
     u = finite(u)
     tl.store(updates + record[:, None] * updates_record_stride + at_v[None, :], u, mask=in_values)
     path = finite(log_decay + tl.where(is_folded, 0.0, total))
     tl.store(decay + record * decay_record_stride, path, mask=at_n < num_kept)
 
-    result = of_state * q_read + tl.dot(tl.where(sees, q_k * between, 0.0), u, input_precision="ieee")
+    result = of_state * q_read + product(tl.where(sees, finite(q_k) * between, 0.0), u, PARTS)
     affected = tl.sum(tl.where(sees, flaws[None, :], 0.0), 1)
     tl.store(out_at, tl.where(affected[:, None] > 0, float("nan"), result), mask=in_values)
 

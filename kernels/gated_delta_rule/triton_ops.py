@@ -16,6 +16,7 @@ from specmamba.kernels.state_records.operands import Buffers, Records, StateOper
 from specmamba.kernels.state_records.triton_ops import RECORDS, block, variant
 
 PADDING_SLOT, NO_SLOT = 0, -1
+MAX_SPLIT = 32  # nodes up to which products of 16-bit models run in parts of bfloat16; beyond, registers do not suffice
 MAX_CHAIN = 8  # nodes up to which a chain is run as the recurrence; beyond, matrix products do more nodes at a time
 
 
@@ -50,12 +51,17 @@ def chain_tile(key_dim: int, value_dim: int) -> Tile:
     return Tile(MAX_CHAIN, keys, min(max(4, 2048 // keys), block(value_dim)), num_warps=1)
 
 
-def tree_tile(num_nodes: int, value_dim: int) -> Tile:
-    """Choose the tile for larger trees: nodes stay in registers, 16 keys of the state at a time; with 32 they spill."""
+def tree_tile(num_nodes: int, value_dim: int, is_exact: bool = True) -> Tile:
+    """Choose the tile for larger trees: nodes stay in registers, 16 keys of the state at a time; with 32 they spill.
+
+    Products that are not exact run on tensor cores, where a warp has 16 nodes: more warps would repeat its products.
+    """
     nodes = block(num_nodes)
     if nodes > 32:
         return Tile(nodes, 16, 16, num_warps=8)
-    return Tile(nodes, 16, block(value_dim, 32), num_warps=4)
+    if is_exact:
+        return Tile(nodes, 16, block(value_dim, 32), num_warps=4)
+    return Tile(nodes, 16, block(value_dim, 32), num_warps=nodes // 16)
 
 
 def extend_tile(key_dim: int, value_dim: int) -> Tile:
@@ -63,7 +69,9 @@ def extend_tile(key_dim: int, value_dim: int) -> Tile:
     return Tile(32, block(key_dim, 32), block(value_dim, 32), num_warps=4)
 
 
-def constexprs(kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int) -> dict[str, int]:
+def constexprs(
+    kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int, parts: str = "none"
+) -> dict[str, Any]:
     """Constants of a launch: those of all kernels of this operator that ``kernel`` has as parameters."""
     values = {
         "KEY_DIM": key_dim,
@@ -74,6 +82,7 @@ def constexprs(kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int
         "BLOCK_KEYS": tile.keys,
         "BLOCK_VALUES": tile.values,
         "BLOCK_RECORDS": RECORDS,
+        "PARTS": parts,
     }
     return {name: value for name, value in values.items() if name in kernel.arg_names}
 
@@ -95,7 +104,8 @@ def tree_verify_in_place(
         q, k: [B, N, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.
         v: [B, N, Hv, V] float32.
         g, beta: [B, N, Hv] float32.
-        buffers: ``conv_inputs`` and ``windows`` are not read. The last dimension of all others must be dense.
+        buffers: ``windows`` are not read, and of ``conv_inputs`` the dtype alone: it is the model's. For models in
+            16 bits products of trees run in parts of bfloat16. The last dimension of all others must be dense.
         trees: ``conv_index`` is not read.
 
     Returns:
@@ -115,13 +125,14 @@ def tree_verify(
     records: Records,
     placement: TreePlacement,
     is_chain: bool = False,
+    model_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, ``state`` in any float dtype.
 
-    ``is_chain`` says that all trees are chains without padding, as in ``Trees``.
+    ``is_chain`` says that all trees are chains without padding, as in ``Trees``; ``model_dtype`` chooses products.
     """
     rows = torch.arange(len(state), device=state.device)
-    buffers = Buffers(state, records[0], *records)  # there is no convolution
+    buffers = Buffers(state, torch.empty(0, dtype=model_dtype), *records)  # there is no convolution
     return _tree_verify(q, k, v, g, beta, buffers, Trees(rows, rows, rows, *placement, is_chain=is_chain), NO_SLOT)
 
 
@@ -192,7 +203,7 @@ def _tree_verify(
         return out
     operands = q, k, v, g, beta, out, states, *records, t.rows, t.slots, t.num_pending, t.folds
     of_buffers = (*states.stride()[:3], *buffers.k.stride()[:3], *buffers.u.stride()[:3], *buffers.decay.stride()[:2])
-    group = heads // k.shape[2]
+    group, parts = heads // k.shape[2], "none"
     if num_nodes == 1:
         kernel, tile = kernels.root_kernel, root_tile(key_dim, value_dim)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in (0, 2))
@@ -202,14 +213,19 @@ def _tree_verify(
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         arguments = (*operands, num_nodes, t.node_offset, padding_slot, *of_tokens, *of_buffers)
     else:
-        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim)
+        is_exact = buffers.conv_inputs.dtype is torch.float32 or num_nodes > MAX_SPLIT
+        if not is_exact:
+            parts = "wide" if v.is_cpu else "bf16"
+        if t.folds is None and not is_exact:  # a kernel that cannot fold gets more registers, and runs in fewer blocks
+            operands = (*operands[:-1], torch.zeros(batch, dtype=torch.bool, device=v.device))
+        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, is_exact)
         ancestors = t.ancestors if t.ancestors.stride(2) == 1 else t.ancestors.contiguous()
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         sizes = num_nodes, t.node_offset, padding_slot
         arguments = (*operands, ancestors, *sizes, *of_tokens, *of_buffers, *ancestors.stride()[:2])
     kernel[_grid(tile, batch, heads, value_dim)](
         *arguments,
-        **constexprs(kernel, tile, key_dim, value_dim, group),
+        **constexprs(kernel, tile, key_dim, value_dim, group, parts),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -250,6 +266,10 @@ def variants() -> list[Variant]:
         _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 64, nodes=16),
         _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 128, nodes=16),
         _variant("tree_verify N=64", tree, tree_tile(64, 128), "fp32", 128, nodes=64),
+        _variant("tree_verify N=8 split", tree, tree_tile(8, 128, False), "bf16", 128, nodes=8, is_exact=False),
+        _variant("tree_verify N=16 split", tree, tree_tile(16, 128, False), "fp32", 128, nodes=16, is_exact=False),
+        _variant("tree_verify N=16 split", tree, tree_tile(16, 128, False), "fp32", 256, nodes=16, is_exact=False),
+        _variant("tree_verify N=32 split", tree, tree_tile(32, 128, False), "fp32", 128, nodes=32, is_exact=False),
         _variant("extend", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128),
         _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
@@ -267,15 +287,19 @@ POINTERS: Mapping[str, str] = {
 }
 
 
-def _variant(what: str, kernel: Any, tile: Tile, state_dtype: str, key_dim: int, nodes: int = 0) -> Variant:
+def _variant(
+    what: str, kernel: Any, tile: Tile, state_dtype: str, key_dim: int, nodes: int = 0, is_exact: bool = True
+) -> Variant:
     pointers = {name: POINTERS.get(name, state_dtype) for name in (*POINTERS, "state", "states")}
     taken = {name: of for name, of in pointers.items() if name in kernel.arg_names}
-    constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, 2)
+    constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, 2, "none" if is_exact else "bf16")
     if state_dtype == "fp32" and taken.pop("work", ""):
         constants["work"] = None
     name = f"{what} {state_dtype} K={key_dim} V=128"
     made = variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)
     if nodes == 0:
         return made
-    sizes = {"num_nodes": nodes, "num_steps": nodes - 1, "count": COUNTED_PENDING}
+    # split kernels advance states that fold alone, and read what is pending otherwise: counted is a row that does not
+    folded = {"count": 0, "num_unfolded": COUNTED_PENDING}
+    sizes = {"num_nodes": nodes, "num_steps": nodes - 1, "count": COUNTED_PENDING} | ({} if is_exact else folded)
     return replace(made, work=Work(_grid(tile, 1, 1, 128)[0], sizes))

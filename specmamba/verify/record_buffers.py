@@ -138,9 +138,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             size = len(checkpoints)
             checkpoints = RowSet.of(range(size), index.device, torch.arange(size, device=index.device))
         places = rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds
-        packing = tree.packing
-        packed = (None, None, None) if packing is None else (packing.firsts, packing.counts, packing.num_packed)
-        trees = state_records.Trees(*places, *packed, tree.is_chain)
+        firsts, counts, num_packed = None, None, None
+        if tree.packing is not None:
+            firsts, counts, num_packed = tree.packing.firsts, tree.packing.counts, tree.packing.num_packed
+        trees = state_records.Trees(*places, firsts, counts, num_packed, tree.is_chain)
         return RecordPlan(slots, tree, index, trees, checkpoints)
 
     def operands(self, layer: int, plan: RecordPlan) -> RecordOperands:

@@ -49,13 +49,19 @@ def bits(x: Tensor) -> Tensor:
 
 
 def verify(
-    device: str, tokens: Tokens, state: Tensor, records: Records, *places: Any, is_chain: bool = False
+    device: str,
+    tokens: Tokens,
+    state: Tensor,
+    records: Records,
+    *places: Any,
+    is_chain: bool = False,
+    model_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Records]:
     """Outputs and the records afterwards, which are not the ones that were given."""
     after = Records(*(x.to(device, copy=True) for x in records))
     where = [x.to(device) if isinstance(x, Tensor) else x for x in places]
     there = [x.to(device) for x in tokens]
-    out = triton_ops.tree_verify(*there, state.to(device), after, TreePlacement(*where), is_chain)
+    out = triton_ops.tree_verify(*there, state.to(device), after, TreePlacement(*where), is_chain, model_dtype)
     return out.cpu(), Records(*(x.cpu() for x in after))
 
 
@@ -144,6 +150,34 @@ class Recorded:
         return lambda *_, **__: self._launched.append(self._name)
 
 
+def error_of(dtype: torch.dtype, nodes: int, heads: tuple[int, int, int, int], device: str) -> tuple[float, float]:
+    """Largest differences from the float64 recurrence, of outputs and of updates, over the largest of each."""
+    pending, offset = torch.tensor([0, 18, 5, 3]), 18
+    tokens, state = make_tokens(4, nodes, heads, seed=nodes)
+    records = make_records(4, nodes + 20, heads, pending, seed=nodes + 1)
+    mask = mask_of(batch_of_parents(("bushy", "chain", "binary", "padded"), nodes, seed=3))
+    out, got = verify(device, tokens, state, records, pending, offset, mask, model_dtype=dtype)
+    want = records.clone(torch.float64)
+    wanted = reference.tree_verify(*tokens.double(), state.double(), want, TreePlacement(pending, offset, mask))
+    at = slice(offset, offset + nodes)
+    assert torch.equal(got.k[:, at], tokens.k)
+    torch.testing.assert_close(got.decay[:, at].double(), want.decay[:, at], **TOLERANCE)
+    pairs = (out, wanted), (got.u[:, at], want.u[:, at])
+    return tuple((((mine - right).abs().max() / right.abs().max()).item()) for mine, right in pairs)  # type: ignore[return-value]
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("nodes", "heads"), [(7, (1, 2, 128, 40)), (16, (2, 2, 128, 32)), (20, (1, 1, 40, 24))])
+def test_products_follow_the_dtype_of_the_model(nodes: int, heads: tuple[int, int, int, int], gpu_device: str) -> None:
+    """Of 16-bit models they run in parts of bfloat16, with errors far below those of their numbers, 2^-8."""
+    exact = error_of(torch.float32, nodes, heads, gpu_device)
+    assert max(exact) < 1e-6
+    for dtype in (torch.bfloat16, torch.float16):
+        split = error_of(dtype, nodes, heads, gpu_device)
+        print(nodes, exact, split)
+        assert max(exact) < max(split) < 2**-14
+
+
 @pytest.mark.parametrize("nodes", [1, 64])
 def test_a_long_chain_and_a_root(nodes: int, gpu_device: str) -> None:
     """Nothing pending, and keys that repeat: the system is as far from diagonal as it gets."""
@@ -194,10 +228,13 @@ class InPlace:
 
     heads, pending, folds = (1, 2, 16, 24), [3, 5, 4, 0], [True, False, True, True]
 
-    def __init__(self, nodes: int, dtype: torch.dtype = torch.float32, is_chain: bool = False) -> None:
+    def __init__(
+        self, nodes: int, dtype: torch.dtype = torch.float32, is_chain: bool = False, is_exact: bool = True
+    ) -> None:
         torch.manual_seed(nodes)
         shapes = ("chain",) if is_chain else ("bushy", "star", "chain")
-        made, trees = make_buffers_and_trees(self.heads, nodes, self.pending, shapes=shapes)
+        inputs = torch.float32 if is_exact else torch.bfloat16
+        made, trees = make_buffers_and_trees(self.heads, nodes, self.pending, shapes=shapes, dtype=inputs)
         states = torch.cat([torch.full_like(made.states[:1], torch.nan), made.states])
         slots = torch.where(torch.tensor([True, True, False, True]), trees.slots + 1, 0)
         self.buffers: Buffers = replace(made, states=states.to(dtype))
@@ -265,6 +302,19 @@ def test_float16_ends_at_its_largest_number(nodes: int, is_chain: bool, gpu_devi
     assert out.isfinite().all()
 
 
+def test_folds_of_16_bit_models_are_exact(gpu_device: str) -> None:
+    """A checkpoint is what the records say, to the last bit, where outputs are computed in parts of bfloat16."""
+    split, exact = InPlace(5, is_exact=False), InPlace(5)
+    out, after = split.run(gpu_device, split.trees)
+    want, wanted = exact.run(gpu_device, exact.trees)
+    torch.testing.assert_close(after.states, wanted.states, rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+    assert not torch.equal(out, want)
+    plain, kept = split.run(gpu_device, replace(split.trees, folds=None))
+    torch.testing.assert_close(plain, want, rtol=2e-3, atol=2e-3)
+    assert torch.equal(bits(kept.states), bits(split.buffers.states))
+
+
 @pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
 def test_parts_of_larger_tensors(nodes: int, is_chain: bool, gpu_device: str) -> None:
     """Values as a slice of the convolution's output, layers of pools, trees that rows share."""
@@ -286,17 +336,20 @@ def test_parts_of_larger_tensors(nodes: int, is_chain: bool, gpu_device: str) ->
         triton_ops.tree_verify_in_place(q, k, v, g, beta, turned, moved(t, gpu_device))
 
 
-@pytest.mark.fast_cases("4")
+@pytest.mark.fast_cases("4", "bf16")
 @may_be_invalid
-@pytest.mark.parametrize(("nodes", "is_chain"), [(1, False), (7, False), (4, True)])
-def test_nan_affects_a_node_and_its_descendants_only(nodes: int, is_chain: bool, gpu_device: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "is_chain", "dtype"), [(1, False, "fp32"), (7, False, "fp32"), (4, True, "fp32"), (7, False, "bf16")]
+)
+def test_nan_affects_a_node_and_its_descendants_only(nodes: int, is_chain: bool, dtype: str, gpu_device: str) -> None:
     """One row for each number of a node that may be spoilt, in every way."""
+    how: Any = {"is_chain": is_chain, "model_dtype": TYPES[dtype]}
     hit, heads, batch = min(1, nodes - 1), (1, 2, 16, 8), 15
     tokens, state = make_tokens(batch, nodes, heads, seed=15)
     pending = torch.arange(batch) % 3
     records = make_records(batch, 2 + nodes, heads, pending, seed=16)
     mask = mask_of(batch_of_parents(("chain" if is_chain else "binary",) * batch, nodes, seed=0))
-    want, clean = verify(gpu_device, tokens, state, records, pending, 2, mask, is_chain=is_chain)
+    want, clean = verify(gpu_device, tokens, state, records, pending, 2, mask, **how)
     affected = torch.zeros(batch, nodes, 2, dtype=torch.bool)
     for row in range(batch):
         field, value = Tokens._fields[row % 5], (torch.nan, torch.inf, -torch.inf)[row // 5]
@@ -304,7 +357,7 @@ def test_nan_affects_a_node_and_its_descendants_only(nodes: int, is_chain: bool,
         x[(row, hit, *[0] * (x.dim() - 2))] = value
         below = mask[row, :, hit] if field != "q" else torch.arange(nodes) == hit
         affected[row, below] = torch.tensor([True, field in "qk"])
-    out, left = verify(gpu_device, tokens, state, records, pending, 2, mask, is_chain=is_chain)
+    out, left = verify(gpu_device, tokens, state, records, pending, 2, mask, **how)
     assert torch.equal(~out.isfinite().all(-1), affected)
     torch.testing.assert_close(out[~affected], want[~affected], rtol=1e-6, atol=1e-6)
     others = ~mask[:, :, hit]
