@@ -13,11 +13,10 @@ from torch import Tensor
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import Variant, Work
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
-from specmamba.kernels.state_records.triton_ops import RECORDS, block, variant
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
 
 PADDING_SLOT, NO_SLOT = 0, -1
 MAX_SPLIT = 32  # nodes up to which products of 16-bit models run in parts of bfloat16; beyond, registers do not suffice
-MAX_CHAIN = 8  # nodes up to which a chain is run as the recurrence; beyond, matrix products do more nodes at a time
 
 
 @dataclass(frozen=True)
@@ -274,9 +273,6 @@ def variants() -> list[Variant]:
         _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
     ]
-
-
-COUNTED_PENDING = 8  # records before the nodes in counts of instructions: the most that chains of 4 and 8 nodes find
 
 
 POINTERS: Mapping[str, str] = {

@@ -280,6 +280,73 @@ def root_verify(
     tl.store(out, total, mask=in_columns)
 
 
+@triton.jit(do_not_specialize=["node_offset", "num_nodes", "g_batch_stride"])
+def chain_verify(
+    c, b, u, g, out, states, kept_b, kept_u, kept_decay, rows, slots, num_pending, folds,
+    node_offset, num_nodes, heads_per_group,
+    c_batch_stride, c_node_stride, c_group_stride, b_batch_stride, b_node_stride, b_group_stride,
+    u_batch_stride, u_node_stride, u_head_stride, g_batch_stride, g_node_stride, out_batch_stride, out_node_stride,
+    states_slot_stride, states_head_stride, states_lane_stride,
+    kept_b_row_stride, kept_b_record_stride, kept_b_group_stride,
+    kept_u_row_stride, kept_u_record_stride, kept_u_head_stride, kept_decay_row_stride, kept_decay_record_stride,
+    STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Chains of up to NODES nodes: the recurrence itself, on a state that stays in registers from its one read on."""
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group, lanes, columns = head // heads_per_group, tl.arange(0, LANES), block * COLUMNS + tl.arange(0, COLUMNS)
+    in_lanes, in_columns = lanes < STATE_DIM, columns < HEAD_DIM
+    out += batch * out_batch_stride + head * HEAD_DIM + columns
+    slot, row = _row_of(batch, slots), _row_of(batch, rows)
+    is_padding = slot == 0 if slots is not None else False
+    if is_padding:
+        i = tl.arange(0, NODES)
+        in_out = (i < num_nodes)[:, None] & in_columns[None, :]
+        tl.store(out[None, :] + i[:, None] * out_node_stride, tl.zeros([NODES, COLUMNS], tl.float32), mask=in_out)
+        return
+
+    kept_b += row * kept_b_row_stride + group * kept_b_group_stride
+    kept_u += row * kept_u_row_stride + head * kept_u_head_stride
+    kept_decay += row * kept_decay_row_stride + head
+    pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
+    last_decay = _last_decay(kept_decay, kept_decay_record_stride, pending)
+    place = states + slot * states_slot_stride + head * states_head_stride
+    place += lanes.to(tl.int64)[:, None] * states_lane_stride + columns[None, :]
+    in_state = in_lanes[:, None] & in_columns[None, :]
+    state = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(last_decay)
+    for j in range(pending):
+        weight = tl.exp(last_decay - tl.load(kept_decay + j * kept_decay_record_stride))
+        b_old = tl.load(kept_b + j * kept_b_record_stride + lanes, mask=in_lanes, other=0.0)
+        u_old = tl.load(kept_u + j * kept_u_record_stride + columns, mask=in_columns, other=0.0)
+        state += b_old[:, None] * (u_old * weight)[None, :]
+    if is_folding:
+        stored = _as_stored(state, states.dtype.element_ty)
+        tl.store(place, stored, mask=in_state)
+        state = stored.to(tl.float32)
+
+    c += batch * c_batch_stride + group * c_group_stride + lanes
+    b += batch * b_batch_stride + group * b_group_stride + lanes
+    u += batch * u_batch_stride + head * u_head_stride + columns
+    g += batch * g_batch_stride + head
+    flaw, decay = 0.0, tl.where(is_folding, 0.0, last_decay)
+    for i in range(num_nodes):
+        c_node = tl.load(c + i * c_node_stride, mask=in_lanes, other=0.0)
+        b_raw = tl.load(b + i * b_node_stride, mask=in_lanes, other=0.0)
+        u_raw = tl.load(u + i * u_node_stride, mask=in_columns, other=0.0)
+        g_raw = tl.load(g + i * g_node_stride)
+        flaw += _flaw(g_raw) + tl.sum(_flaw(b_raw), axis=0) + tl.sum(_flaw(u_raw), axis=0)
+        b_node, u_node, g_node = _finite(b_raw), _finite(u_raw), _finite(g_raw)
+        state = state * tl.exp(g_node) + b_node[:, None] * u_node[None, :]
+        total = tl.sum(c_node[:, None] * state, axis=0) + flaw
+        tl.store(out + i * out_node_stride, total, mask=in_columns)
+
+        record, decay = node_offset + i, decay + g_node
+        tl.store(kept_u + record * kept_u_record_stride + columns, u_node, mask=in_columns)
+        if block == 0:
+            tl.store(kept_decay + record * kept_decay_record_stride, decay)
+            if head % heads_per_group == 0:
+                tl.store(kept_b + record * kept_b_record_stride + lanes, b_node, mask=in_lanes)
+
+
 @triton.jit
 def _sliced(base, index, stride, lanes, length, num_lanes):
     """[SLICES, I, LANES]: vectors of tokens cut into slices, lanes [SLICES, LANES]; 0 outside."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import Variant, dense, next_power_of_2
+from specmamba.kernels.gpu import Variant, Work, dense, next_power_of_2
 from specmamba.kernels.ssd import triton_kernels
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN
 
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
@@ -51,6 +52,12 @@ def verify_tile(num_nodes: int, state_dim: int, head_dim: int) -> Tile:
         return Tile(columns=min(head, 32 if state <= 128 else 16), lanes=state, records=16)
     nodes = _at_least(num_nodes)
     return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=4 if nodes == LEAST else 8)
+
+
+def chain_tile(state_dim: int, head_dim: int) -> Tile:
+    """Choose the tile for chains of up to MAX_CHAIN nodes: one warp, with 64 numbers of the state in each thread."""
+    lanes = _at_least(state_dim)
+    return Tile(columns=min(max(4, 2048 // lanes), _at_least(head_dim)), lanes=lanes, nodes=MAX_CHAIN, num_warps=1)
 
 
 def extend_tile(state_dim: int, head_dim: int) -> Tile:
@@ -96,15 +103,24 @@ def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Bu
 
 
 def tree_verify(
-    c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, records: Records, placement: TreePlacement
+    c: Tensor,
+    b: Tensor,
+    u: Tensor,
+    g: Tensor,
+    state: Tensor,
+    records: Records,
+    placement: TreePlacement,
+    is_chain: bool = False,
 ) -> Tensor:
     """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, N <= 64, the state in any float dtype.
+
+    ``is_chain`` says that all trees are chains without padding, as in ``Trees``.
 
     Raises:
         ValueError: there are more nodes.
     """
     nowhere = torch.empty(0, dtype=torch.int64, device=u.device)
-    trees = Trees(nowhere, nowhere, nowhere, *placement)
+    trees = Trees(nowhere, nowhere, nowhere, *placement, is_chain=is_chain)
     return _verify((c, b, u, g), dense(state), records, None, None, trees)
 
 
@@ -192,6 +208,16 @@ def _verify(
             **sizes,
         )
         return out
+    if t.is_chain and nodes <= MAX_CHAIN:
+        tile = chain_tile(state_dim, head_dim)
+        triton_kernels.chain_verify[_grid(tile, out)](
+            *(c, b, u, g, out, states, *records, rows, slots, t.num_pending, t.folds, t.node_offset, nodes, per_group),
+            *(*c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2], *out.stride()[:2], *of_states, *kept),
+            **constexprs(tile, state_dim, head_dim),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out
     triton_kernels.tree_verify[_grid(tile, out)](
         *(c, b, u, g, out, states, *records, t.ancestors.contiguous(), rows, slots, t.num_pending, t.folds),
         *(t.node_offset, nodes, per_group, *c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2]),
@@ -212,6 +238,8 @@ def variants() -> list[Variant]:
     return [
         _verify_variant("fp32", 1, 128, 64),
         _verify_variant("bf16", 1, 256, 64),
+        _verify_variant("fp32", 4, 128, 64, is_chain=True),
+        _verify_variant("bf16", 8, 256, 64, is_chain=True),
         _verify_variant("fp32", 8, 128, 64),
         _verify_variant("bf16", 16, 256, 64),
         _verify_variant("fp32", 64, 128, 64),
@@ -221,11 +249,16 @@ def variants() -> list[Variant]:
     ]
 
 
-def _verify_variant(state: str, nodes: int, state_dim: int, head_dim: int) -> Variant:
+def _verify_variant(state: str, nodes: int, state_dim: int, head_dim: int, is_chain: bool = False) -> Variant:
     kernel = triton_kernels.root_verify if nodes == 1 else triton_kernels.tree_verify
     types = {"rows": "*i64", "slots": "*i64", "num_pending": "*i64", "folds": "*i1", "ancestors": "*i1"}
     name, tile = f"tree_verify {state} N={nodes} S={state_dim} P={head_dim}", verify_tile(nodes, state_dim, head_dim)
-    return _variant(name, kernel, tile, constexprs(tile, state_dim, head_dim), types | {"states": f"*{state}"})
+    if is_chain:
+        kernel, tile = triton_kernels.chain_verify, chain_tile(state_dim, head_dim)
+        name = name.replace("tree_verify", "tree_verify chain")
+    made = _variant(name, kernel, tile, constexprs(tile, state_dim, head_dim), types | {"states": f"*{state}"})
+    work = Work(head_dim // tile.columns, {"num_nodes": nodes, "pending": COUNTED_PENDING})
+    return replace(made, work=work) if is_chain else made
 
 
 def _extend_variant(state: str, state_dim: int, head_dim: int) -> Variant:

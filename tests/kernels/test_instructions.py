@@ -99,6 +99,13 @@ def test_a_tree_of_a_16_bit_model_takes_few_instructions() -> None:
     assert rows["tree_verify N=16 fp32 K=128 V=128"].instructions > 80_000
 
 
+def test_a_short_chain_of_mamba2_takes_few_instructions() -> None:
+    row = read_table(TABLES / "sm_90.json").rows["ssd", "tree_verify chain fp32 N=4 S=128 P=64"]
+    assert 0 < row.instructions <= 31_000 // 2  # half of the values of a head of a gated delta net
+    assert row.registers <= 168
+    assert row.spills == 0
+
+
 def test_verify_kernels_leave_room_for_other_blocks() -> None:
     """168 registers of a thread let three blocks of 128 threads run on one multiprocessor."""
     rows = rows_of("sm_90")

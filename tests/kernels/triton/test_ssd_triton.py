@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -47,7 +48,8 @@ class Case:
         slots = (trees.slots + 1).masked_fill(torch.tensor([count is None for count in pending]), 0)
         states = torch.cat([torch.full((1, *heads[1:]), 3.0), buffers.states]).to(dtype)
         self.buffers = replace(buffers, states=states)
-        self.trees = replace(trees, slots=slots, folds=None if folds is None else torch.tensor(folds))
+        folded, is_chain = None if folds is None else torch.tensor(folds), shapes == ("chain",)
+        self.trees = replace(trees, slots=slots, folds=folded, is_chain=is_chain)
         self.tokens = strided(make_tokens(len(pending), nodes, heads, seed=nodes))
 
     def run(self, device: str) -> tuple[Tensor, Buffers]:
@@ -110,6 +112,31 @@ def test_tree_verify(nodes: int, gpu_device: str) -> None:
     Case(ONE, nodes, [4], shapes=("padded",)).check(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_short_chains(nodes: int, gpu_device: str) -> None:
+    """As the recurrence: all fills of a ring, folds, padding, blocks of columns, groups of heads, odd widths."""
+    for heads in (ODD, WIDE, (1, 1, 130, 24)):
+        case = Case(heads, nodes, [0, None, 17, 3], folds=[False, True, False, True], shapes=("chain",))
+        assert case.trees.is_chain
+        case.check(gpu_device)
+
+
+def test_chains_run_on_a_state_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host says that they are chains, and up to eight nodes."""
+    from specmamba.kernels.ssd import triton_kernels
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: launched.append(grid)
+
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(triton_kernels, "chain_verify", Kernel())
+    for nodes, shapes in ((2, ("chain",)), (8, ("chain",)), (9, ("chain",)), (2, ("star",)), (1, ("chain",))):
+        Case(ONE, nodes, [1], shapes=shapes).run("cpu")
+    assert len(launched) == 2
+
+
 @pytest.mark.parametrize("nodes", [1, 5])
 def test_blocks_and_groups(nodes: int, gpu_device: str) -> None:
     Case(WIDE, nodes, [3], shapes=("bushy",)).check(gpu_device)
@@ -125,20 +152,20 @@ def test_too_many_nodes_are_refused(gpu_device: str) -> None:
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_every_fill_of_the_ring(nodes: int, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "shape"), [(3, "chain"), (1, "bushy"), (3, "bushy")])
+def test_every_fill_of_the_ring(nodes: int, shape: str, gpu_device: str) -> None:
     for fill in range(18):
-        Case(ONE, nodes, [fill], shapes=("bushy",)).check(gpu_device)
-    Case(ONE, nodes, [17, 1, 16, 2], folds=[False, True, True, True], shapes=("bushy",)).check(gpu_device)
+        Case(ONE, nodes, [fill], shapes=(shape,)).check(gpu_device)
+    Case(ONE, nodes, [17, 1, 16, 2], folds=[False, True, True, True], shapes=(shape,)).check(gpu_device)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_states_of_any_dtype_fold(nodes: int, dtype: torch.dtype, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "shapes"), [(1, SHAPES), (3, ("chain",)), (3, SHAPES)])
+def test_states_of_any_dtype_fold(nodes: int, shapes: tuple[str, ...], dtype: torch.dtype, gpu_device: str) -> None:
     """Also with nothing pending; a row of padding does not fold, although ``folds`` is true for it."""
     heads = ODD if dtype is torch.bfloat16 else ONE
-    Case(heads, nodes, [2, 0, None, 5], folds=[True, True, True, False], dtype=dtype).check(gpu_device)
+    Case(heads, nodes, [2, 0, None, 5], folds=[True, True, True, False], dtype=dtype, shapes=shapes).check(gpu_device)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -188,8 +215,8 @@ def test_a_batch_with_its_own_records(nodes: int, gpu_device: str) -> None:
 
 @pytest.mark.fast_cases(1)
 @ignores_warnings
-@pytest.mark.parametrize("nodes", [1, 7])
-def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str) -> None:
+@pytest.mark.parametrize(("nodes", "is_chain"), [(4, True), (1, False), (7, False)])
+def test_nan_affects_a_node_and_its_descendants_only(nodes: int, is_chain: bool, gpu_device: str) -> None:
     """Rows that are the same, but for one number of one node of all but the first."""
     from specmamba.kernels.ssd import triton_ops
 
@@ -202,9 +229,11 @@ def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str
     for row, (field, value) in enumerate(spoilt, 1):
         x = getattr(tokens, field)
         x[(row, hit, *[0] * (x.dim() - 2))] = value
-    state, mask = make_state(1, heads, seed=3).repeat(batch, 1, 1, 1), mask_of(batch_of_parents(("binary",), nodes, 0))
-    arguments = (x.to(gpu_device) for x in (*tokens, state))
-    out = triton_ops.tree_verify(*arguments, got, TreePlacement(None, 2, mask.repeat(batch, 1, 1).to(gpu_device))).cpu()
+    state, shape = make_state(1, heads, seed=3).repeat(batch, 1, 1, 1), "chain" if is_chain else "binary"
+    mask = mask_of(batch_of_parents((shape,), nodes, 0))
+    c, b, u, g, states = (x.to(gpu_device) for x in (*tokens, state))
+    places = TreePlacement(None, 2, mask.repeat(batch, 1, 1).to(gpu_device))
+    out = triton_ops.tree_verify(c, b, u, g, states, got, places, is_chain).cpu()
     kept = [x[:, 2:].cpu() for x in got]
     below = mask[0, :, hit]
     assert out[0].isfinite().all()
