@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,74 @@ from specmamba.cli import SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.full_batch import Stretch
+from tests.repository import ROOT
+
+# A process in which only the packages of an image for GPUs can be imported, with what these need themselves.
+BARE_IMAGE = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+kept, wanted = {"specmamba"}, ["torch", "triton", "transformers", "numpy", "pytest"]
+while wanted:
+    name = plain(wanted.pop())
+    if name in kept:
+        continue
+    kept.add(name)
+    try:
+        needed = requires(name) or []
+    except PackageNotFoundError:
+        continue
+    wanted += [re.match(r"[\\w.-]+", line).group() for line in needed if "extra ==" not in line]
+hidden = {name for name, of in packages_distributions().items() if not kept & set(map(plain, of))}
+assert {"hypothesis", "fastapi", "xgrammar", "httpx"} <= hidden, hidden
+
+class Kept(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Kept
+"""
+
+
+def run_on_bare_image(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BARE_IMAGE + code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_tests_of_kernels_are_collected_where_only_torch_and_transformers_are() -> None:
+    paths = gpu_run.gpu_tests(ROOT)
+    assert {"tests/kernels", "tests/verify/test_captured_steps.py"} <= set(paths)
+    code = "import pytest; sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    done = run_on_bare_image(code, *paths)
+    assert done.returncode == 0, done.stdout[-3000:]
+    for name in ("gated_delta_rule", "ssd", "paged_attention", "sampling"):
+        assert f"test_{name}_triton.py" in done.stdout
+
+
+def test_the_benchmark_starts_where_only_torch_and_transformers_are() -> None:
+    code = """
+from importlib import import_module
+for name in ("gpu.run", "gpu.rows", "ops.suite", "inflate.__main__"):
+    import_module(f"specmamba.bench.{name}")
+from specmamba.cli import main
+main(["bench", "gpu", "--help"])
+"""
+    done = run_on_bare_image(code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "gpu" in done.stdout
 
 
 class Watch:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="needs hypothesis, which images for GPUs have not")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
