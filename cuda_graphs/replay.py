@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -12,6 +13,7 @@ import torch
 
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries take their workspaces
 T = TypeVar("T")
+logger = logging.getLogger("specmamba")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class GraphReplay(Replay[T]):
     """Captures a function at its first run, and from then on replays it with one launch.
 
     All graphs share one memory pool: they never run at the same time, and the result of one is read before the next
-    runs.
+    runs. A function whose capture fails is called at every run; where memory ran out, the error is the caller's.
     """
 
     has_fixed_shapes = True
@@ -73,19 +75,37 @@ class GraphReplay(Replay[T]):
     def __init__(self, device: torch.device) -> None:
         """``device``: a CUDA device."""
         self._device, self._side = device, torch.cuda.Stream(device)
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T] | None] = {}  # None: it could not be captured
         self._pool: Any = None  # torch gives no type to the handle of a pool
         self.costs: dict[Hashable, CaptureCost] = {}
 
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
         if key not in self._graphs:
             clear()
-            self._graphs[key] = self._capture(key, function)
+            self._graphs[key] = self._try_to_capture(key, function)
             self.num_unreplayed += 1
         fill()
-        graph, result = self._graphs[key]
+        captured = self._graphs[key]
+        if captured is None:
+            return function()
+        graph, result = captured
         graph.replay()
         return result
+
+    def _try_to_capture(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
+        """A graph and its result, or None and a warning.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no memory for it.
+        """
+        try:
+            return self._capture(key, function)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of CUDA, or of an operator that cannot be captured
+            reason = str(error).partition("\n")[0]
+            logger.warning("a step could not be captured, and runs operator by operator: %s", reason)
+            return None
 
     def _capture(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         start, current = time.perf_counter(), torch.cuda.current_stream(self._device)

@@ -20,7 +20,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import DEMO_MODEL
 from specmamba.core import DraftTree, RequestOutput
-from specmamba.cuda_graphs import EagerReplay, NativeReplay, StepWatch
+from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, StepWatch
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.step_inputs import StepInputs, StepKind
 from specmamba.errors import ConfigError
@@ -182,6 +182,30 @@ class TestText:
             some = ("greedy", 1), ("filtered and penalized", 3), ("both rules", 3), ("decided directly", 3)
             for case in [case for case in asked if IS_FULL or case in some]:
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
+
+    def test_is_the_same_where_captures_fail(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A step that a GPU cannot capture runs operator by operator from then on, and the log says so once a kind."""
+        tried: list[Hashable] = []
+
+        def fail(self: GraphReplay[Any], key: Hashable, function: Callable[[], Any]) -> None:
+            tried.append(key)
+            function()  # as a warm-up
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        monkeypatch.setattr(GraphReplay, "_capture", fail)
+        with new_llm("chain", **DIRECT) as plain, new_llm("chain", cuda_graph_max_bs=BUCKET) as replayed:
+            graphs = replayed.engine.runner.graph_runner
+            assert graphs is not None
+            graphs.replay = GraphReplay(torch.device("cuda"))
+            case = "greedy", 3
+            assert_same_answers(case, answer_all(replayed, *case), answer_all(plain, *case), plain)
+        said = [record.getMessage() for record in caplog.records if "could not be captured" in record.getMessage()]
+        assert len(said) == len(tried) == len(set(tried)) > 0
+        assert said[0].endswith("operator by operator: CUDA error: operation not permitted when stream is capturing")
+        assert graphs.replay.num_unreplayed == len(tried)
 
     @pytest.mark.usefixtures("needs_native")
     @pytest.mark.parametrize("adaptive", ["off", "auto"])

@@ -115,6 +115,19 @@ def test_an_eager_replay_fills_and_runs_every_time() -> None:
     assert (result, done) == (2, ["fill", "fill"])
 
 
+def test_a_capture_without_memory_is_the_callers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start it is a refusal that says which flag to lower."""
+
+    def fail(self: GraphReplay[int], key: str, function: Callable[[], int]) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(GraphReplay, "_capture", fail)
+    replay: GraphReplay[int] = GraphReplay(torch.device("cuda"))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        replay.run("key", lambda: 1, lambda: None, lambda: None)
+
+
 @pytest.mark.gpu
 class TestGraphs:
     def test_replays_see_new_inputs_and_captures_leave_no_trace(self) -> None:
