@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from specmamba.flags.model_flags import GPU_DEFAULTS as GPU_DEFAULTS
 from specmamba.flags.model_flags import ModelFlags
 from specmamba.flags.other_names import own_value
 from specmamba.flags.settings import CommandLine as CommandLine  # tools without an engine find it here
@@ -116,9 +117,20 @@ class EngineConfig(ModelFlags):
         return [flag for flag, value in given.items() if value is not None]
 
     def on_device(self, device_type: str) -> Self:
-        """Return the flags for a device. On a GPU sizes of drafts are fixed by default: not measured there yet."""
-        is_given = "speculative_adaptive" in self.model_fields_set
-        return self if device_type != "cuda" or is_given else self.model_copy(update={"speculative_adaptive": "off"})
+        """Return the flags for a device: on a GPU, those that were not given have the defaults of a GPU.
+
+        A second call changes nothing.
+        """
+        if device_type != "cuda":
+            return self
+        assumed = {name: value for name, value in GPU_DEFAULTS.items() if name not in self.model_fields_set}
+        return self.model_copy(update=assumed)
+
+    def describe_defaults(self, given: EngineConfig) -> list[str]:
+        """Say which flags have defaults of the device, in the start-up report; ``given``: before ``on_device``."""
+        changed = [name for name in GPU_DEFAULTS if getattr(self, name) != getattr(given, name)]
+        flags = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in changed]
+        return [f"on a GPU, where nothing else is given: {', '.join(flags)}"] if flags else []
 
     @property
     def is_adaptive(self) -> bool:

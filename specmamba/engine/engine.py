@@ -74,6 +74,7 @@ class Engine:
 
     def _load(self, config: EngineConfig) -> None:
         self.device = resolve_device(config.device)
+        given = config
         self.config = config = config.on_device(self.device.type)
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
@@ -120,7 +121,7 @@ class Engine:
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
-        for line in (*self.memory_plan.describe_lines(), *graph_lines):
+        for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
     def start_sizing(self) -> list[str]:

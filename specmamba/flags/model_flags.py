@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from specmamba.flags.other_names import own_value
 from specmamba.flags.settings import CommandLine
+
+# Defaults on a GPU, which has more memory and faster products than a CPU: see ``EngineConfig.on_device``.
+GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "speculative_adaptive": "off",  # sizes of drafts are fixed: not measured there yet
+        "max_running_requests": 64,
+        "chunked_prefill_size": 8192,
+        "mem_fraction_static": 0.85,
+    }
+)
 
 _STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
 
@@ -67,12 +79,16 @@ class ModelFlags(CommandLine):
     context_length: Annotated[
         int | None, Field(ge=2, description="prompt and output tokens of one request at the most; none: the model's")
     ] = None
-    max_running_requests: Annotated[int, Field(ge=1, le=4096, description="requests in a batch at the most")] = 16
+    max_running_requests: Annotated[
+        int, Field(ge=1, le=4096, description="requests in a batch at the most (GPU: 64)")
+    ] = 16
     max_queued_requests: Annotated[int, Field(ge=1, description="requests waiting at the most; more get a 429")] = 256
-    chunked_prefill_size: Annotated[int, Field(ge=1, description="prompt tokens run in one step at the most")] = 512
+    chunked_prefill_size: Annotated[
+        int, Field(ge=1, description="prompt tokens run in one step at the most (GPU: 8192)")
+    ] = 512
 
     mem_fraction_static: Annotated[
-        float, Field(gt=0, lt=1, description="share of the free memory that weights and pools may take")
+        float, Field(gt=0, lt=1, description="share of the free memory that weights and pools may take (GPU: 0.85)")
     ] = 0.5
     max_total_tokens: Annotated[int | None, Field(ge=1, description="size of the KV pool in tokens; none: derived")] = (
         None
@@ -164,9 +180,12 @@ def _graph_problem(config: ModelFlags) -> str | None:
     largest = config.cuda_graph_max_bs
     if largest is not None and config.disable_cuda_graph:
         return "--cuda-graph-max-bs: nothing is captured with --disable-cuda-graph: drop one of them"
-    if largest is not None and largest > config.max_running_requests:
+    most = config.max_running_requests
+    if config.device == "cuda" and "max_running_requests" not in config.model_fields_set:
+        most = GPU_DEFAULTS["max_running_requests"]
+    if largest is not None and largest > most:
         return (
-            f"--cuda-graph-max-bs {largest}: only {config.max_running_requests} requests run together; lower it, or "
+            f"--cuda-graph-max-bs {largest}: only {most} requests run together; lower it, or "
             "raise --max-running-requests"
         )
     return None

@@ -17,7 +17,7 @@ from specmamba.bench.prefix.engines import PrefixBenchConfig
 from specmamba.bench.swing import SwingConfig
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.chat_config import ChatConfig
-from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
+from specmamba.config import DEMO_MODEL, GPU_DEFAULTS, CommandLine, EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import describe_validation_error, parse_command_line, read_flags
 from specmamba.flags.flag_parser import GROUPS, grouped
@@ -545,6 +545,61 @@ def test_sizes_of_drafts_follow_the_load_on_a_cpu_and_where_asked_for(
 ) -> None:
     monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
     assert EngineConfig(**given).on_device(device).is_adaptive == is_adaptive
+
+
+def test_a_gpu_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a CPU stay; what is given holds everywhere, also where it is the default of the CPU."""
+    monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
+    config = EngineConfig()
+    assert config.on_device("cpu") == config
+    assert (config.max_running_requests, config.chunked_prefill_size, config.mem_fraction_static) == (16, 512, 0.5)
+    on_gpu = config.on_device("cuda")
+    assert {name: getattr(on_gpu, name) for name in GPU_DEFAULTS} == dict(GPU_DEFAULTS)
+    assert on_gpu.on_device("cuda") == on_gpu
+    given = EngineConfig(max_running_requests=16, chunked_prefill_size=100)
+    there = given.on_device("cuda")
+    assert (there.max_running_requests, there.chunked_prefill_size, there.mem_fraction_static) == (16, 100, 0.85)
+    assert there.describe_defaults(given) == [
+        "on a GPU, where nothing else is given: --speculative-adaptive off, --mem-fraction-static 0.85"
+    ]
+    assert config.describe_defaults(config) == []
+
+
+def test_captured_batches_are_bounded_by_the_default_of_the_device() -> None:
+    assert EngineConfig(device="cuda", cuda_graph_max_bs=64).cuda_graph_max_bs == 64
+    for flags in ({"device": "cpu"}, {"device": "cuda", "max_running_requests": 16}):
+        with pytest.raises(ValueError, match="only 16 requests run together"):
+            EngineConfig(cuda_graph_max_bs=17, **flags)
+    with pytest.raises(ValueError, match="only 64 requests run together"):
+        EngineConfig(device="cuda", cuda_graph_max_bs=65)
+
+
+class OnGpuError(Exception):
+    """The engine went on with the flags of a GPU."""
+
+
+def test_the_engine_takes_the_defaults_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that only says that it is a GPU."""
+    import torch
+
+    from specmamba.engine import engine as module
+
+    seen: list[float] = []
+
+    def free_memory(device: torch.device) -> int:
+        assert device.type == "cuda"
+        return 1000
+
+    def stop(self: EngineConfig) -> None:
+        seen.extend((self.max_running_requests, self.chunked_prefill_size, self.mem_fraction_static))
+        raise OnGpuError
+
+    monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(module, "free_memory", free_memory)
+    monkeypatch.setattr(EngineConfig, "model_path", property(stop))
+    with pytest.raises(OnGpuError):
+        module.Engine(EngineConfig())
+    assert seen == [64, 8192, 0.85]
 
 
 def test_shapes_of_a_cache_in_bytes() -> None:
