@@ -7,6 +7,7 @@ which writes the checkpoint and gives the transformers model, float32.
 from types import ModuleType
 
 from tests.families import (
+    bamba,
     falcon_h1,
     granite_hybrid,
     lfm2,
@@ -19,6 +20,7 @@ from tests.families import (
 )
 
 FAMILIES: dict[str, ModuleType] = {
+    "bamba": bamba,
     "falcon-h1": falcon_h1,
     "granite-hybrid": granite_hybrid,
     "lfm2": lfm2,

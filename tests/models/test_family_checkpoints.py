@@ -51,6 +51,9 @@ def logits_of(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "changes", "sentence"),
     [
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
+        ("bamba", {"attn_layer_indices": [1, 4]}, r"attn_layer_indices \[4\]: the model has layers 0 to 3"),
+        ("bamba", {"mamba_n_groups": 4}, "6 Mamba2 heads are not a multiple of 4 groups"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
         ("mamba2", {"n_groups": 4}, "6 Mamba2 heads are not a multiple of 4 groups"),
         ("mamba2", {"rms_norm": False}, "rms_norm false is not supported"),

@@ -85,6 +85,21 @@ def qwen(c: dict[str, Any], prefix: str, fused: bool, one_by_one: tuple[bool, bo
     yield from block("mtp.layers.0.", is_attention=True, each=in_head)
 
 
+def bamba(c: dict[str, Any]) -> Tensors:
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    yield from ((name, (c["vocab_size"], hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    yield from norms("model.", hidden, "final_layernorm")
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "input_layernorm", "pre_ff_layernorm")
+        if i in c["attn_layer_indices"]:
+            yield from attention(f"{p}self_attn.", hidden, heads, c["num_key_value_heads"], hidden // heads)
+        else:
+            sizes = c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"]
+            yield from mamba(f"{p}mamba.", hidden, *sizes)
+        yield from mlp(f"{p}feed_forward.", hidden, c["intermediate_size"])
+
+
 def falcon(c: dict[str, Any]) -> Tensors:
     hidden, names = c["hidden_size"], ("model.embed_tokens.weight", "lm_head.weight")
     yield from ((name, (c["vocab_size"], hidden)) for name in names)

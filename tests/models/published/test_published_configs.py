@@ -18,7 +18,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from tests.models.published.names import Tensors, falcon, granite, lfm2, nemotron, pure_mamba, qwen
+from tests.models.published.names import Tensors, bamba, falcon, granite, lfm2, nemotron, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
@@ -85,6 +85,28 @@ QWEN_35 = QWEN | {
         "partial_rotary_factor": 0.25,
     },
     "vocab_size": 248320,
+}
+BAMBA = {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [9, 18, 27],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
 }
 FALCON = {
     "architectures": ["FalconH1ForCausalLM"],
@@ -201,6 +223,7 @@ MODELS = {
         30,
         StateShape(16, 32, 128, 128, 4),
     ),
+    "Bamba-9B": Published(BAMBA, bamba, 9.78e9, (KVShape(3, 8, 128),), 29, StateShape(1, 128, 128, 64, 4)),
     "Falcon-H1-0.5B": Published(
         FALCON
         | {
