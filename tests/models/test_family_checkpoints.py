@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specmamba.errors import UnsupportedModelError
+from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.llm import LLM
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import expert_layers
@@ -81,6 +81,15 @@ def logits_of(folder: Path) -> torch.Tensor:
             "must give linear_attention or full_attention to each of 4 layers",
         ),
         ("lfm2-moe", {"num_experts_per_tok": 7}, "a token cannot go to 7 of 6 experts"),
+        ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
+        ("olmo-hybrid", {"linear_num_key_heads": 4}, "6 value heads are not a multiple of 4 key heads"),
+        ("olmo-hybrid", {"num_key_value_heads": 4}, "6 query heads are not a multiple of 4 key heads"),
+        (
+            "olmo-hybrid",
+            {"layer_types": [*3 * ["linear_attention"], "sliding_attention"]},
+            "must give linear_attention",
+        ),
+        ("olmo-hybrid", {"rope_parameters": {"rope_type": None}}, "rope type None is not supported"),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported: only silu is"),
         ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob false is not supported for Qwen3.5"),
@@ -100,6 +109,38 @@ def test_an_older_name_of_the_embedding(checkpoints: dict[str, Path], tmp_path: 
     tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert_close(logits_of(folder), logits_of(checkpoints["mamba2"]))
+
+
+@pytest.mark.parametrize("layout", ["one convolution", "three of one size"])
+def test_names_of_olmo_hybrid(layout: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As transformers has them in memory, and as it saves them."""
+    folder = changed(checkpoints["olmo-hybrid"], tmp_path / "renamed")
+    tensors = load_file(folder / "model.safetensors")
+    for prefix in (f"model.layers.{layer}.linear_attn." for layer in (0, 1, 3)):
+        names = [f"{prefix}{x}_conv1d.weight" for x in "qkv"]
+        conv = torch.cat([tensors.pop(name) for name in names])
+        if layout == "one convolution":
+            tensors[f"{prefix}conv1d.weight"] = conv
+        else:
+            tensors |= {name: part.contiguous() for name, part in zip(names, conv.chunk(3), strict=True)}
+    stored, renamed = "feedforward_layer_norm", "post_attention_layernorm"
+    if layout == "one convolution":
+        tensors = {key.replace("attention_layer_norm", "input_layernorm"): x for key, x in tensors.items()}
+    else:
+        stored, renamed = renamed, stored  # of the block with attention, which alone has the first of them
+    tensors = {key.replace(stored, renamed): x for key, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert_close(logits_of(folder), logits_of(checkpoints["olmo-hybrid"]))
+
+
+def test_convolutions_that_do_not_fit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(checkpoints["olmo-hybrid"], tmp_path / "misfit")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.linear_attn.v_conv1d.weight"
+    tensors[name] = tensors[name][1:].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"v_conv1d.weight have \[20, 20, 83\] channels, together not .* 124"):
+        load(folder)
 
 
 def test_time_steps_without_a_limit(checkpoints: dict[str, Path], tmp_path: Path) -> None:

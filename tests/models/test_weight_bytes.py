@@ -39,6 +39,7 @@ TIED = {
     "lfm2-moe": "tied",
     "mamba2": "biased-tied",
     "nemotron-h": "tied",
+    "olmo-hybrid": "biased-tied",
     "qwen3.5": "tied",
     "qwen3.5-moe": "tied",
     "qwen3-next": "unnormalised-tied",

@@ -18,7 +18,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from tests.models.published.names import Tensors, bamba, falcon, granite, lfm2, nemotron, pure_mamba, qwen
+from tests.models.published.names import Tensors, bamba, falcon, granite, lfm2, nemotron, olmo, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
@@ -199,6 +199,29 @@ LFM2 = {
     "num_key_value_heads": 8,
     "rope_theta": 1000000.0,
     "vocab_size": 65536,
+}
+OLMO_HYBRID = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "model_type": "olmo_hybrid",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "layer_types": [*3 * ["linear_attention"], "full_attention"] * 8,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 30,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 30,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": None},
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
 }
 
 MODELS = {
@@ -407,6 +430,9 @@ MODELS = {
         18,
         StateShape.window(2048, 3),
     ),
+    "Olmo-Hybrid-7B": Published(
+        OLMO_HYBRID, olmo, 7_430_870_688, (KVShape(8, 30, 128),), 24, StateShape(30, 30, 96, 192, 4)
+    ),
     "Mamba-Codestral-7B": Published(
         {
             "architectures": ["Mamba2ForCausalLM"],
@@ -458,4 +484,4 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    assert limits == (set() if name.startswith(("Qwen", "LFM2")) else {(0.0, INF)})
+    assert limits == (set() if name.startswith(("Qwen", "LFM2", "Olmo")) else {(0.0, INF)})
