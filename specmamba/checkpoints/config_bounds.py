@@ -92,6 +92,7 @@ ROPE_FIELDS: Mapping[str, Range] = {
     "partial_rotary_factor": Range(0, 1, is_integer=False, is_open=True, may_be_null=True),
     "original_max_position_embeddings": _LENGTH,
     **_same(_POSITIVE, "factor", "beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"),
+    **_same(replace(_POSITIVE, is_list=True), "short_factor", "long_factor"),
     **_same(Range(-1e6, 1e6, is_integer=False, may_be_null=True), "mscale", "mscale_all_dim"),
 }
 

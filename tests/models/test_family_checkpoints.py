@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specmamba.errors import CheckpointError, UnsupportedModelError
+from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.llm import LLM
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import expert_layers
 from specmamba.models.registry import load_model
 from tests.families import FAMILIES
 from tests.models.test_model_exact import assert_close, random_prompts
+
+PLAIN: dict[str, Any] = {"speculative_algorithm": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def load(folder: Path) -> LoadedModel:
 def logits_of(folder: Path) -> torch.Tensor:
     prompt, tokens = random_prompts((9, 20), seed=3)
     logits: list[torch.Tensor] = []
-    with LLM(model=str(folder), dtype="float32", device="cpu", context_length=64, num_threads=1) as llm:
+    with LLM(model=str(folder), dtype="float32", device="cpu", context_length=64, num_threads=1, **PLAIN) as llm:
         llm.workbench.logits_along(prompt, tokens, logits.append)
     return torch.stack(logits)
 
@@ -66,8 +68,8 @@ def logits_of(folder: Path) -> torch.Tensor:
         ("falcon-h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers \[1.0\] should be 5 numbers"),
         (
             "falcon-h1",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope type 'dynamic' is not supported",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+            "rope type 'proportional' is not supported",
         ),
         ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "'alibi' is not supported .nope and rope are"),
@@ -141,6 +143,33 @@ def test_convolutions_that_do_not_fit(checkpoints: dict[str, Path], tmp_path: Pa
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"v_conv1d.weight have \[20, 20, 83\] channels, together not .* 124"):
         load(folder)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 300}
+
+
+def test_texts_are_no_longer_than_the_short_factors_of_longrope(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    factors = {"short_factor": [1.5] * 5, "long_factor": [3.0] * 5}
+    folder = changed(checkpoints["falcon-h1"], tmp_path / "long", rope_parameters=LONGROPE | factors)
+    assert load(folder).context_length == 300
+    with pytest.raises(ConfigError, match=r"context_length 301 is more than the 300"):
+        LLM(model=str(folder), dtype="float32", device="cpu", context_length=301)
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 4, [1.0, 0.0, 1.0, 1.0, 1.0], ["a"] * 5])
+def test_factors_of_longrope_that_do_not_fit(factors: object, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rope = LONGROPE | {"short_factor": factors, "long_factor": [1.0] * 5}
+    with pytest.raises(CheckpointError, match=r"rope_parameters|short_factor"):
+        load(changed(checkpoints["falcon-h1"], tmp_path / "wrong", rope_parameters=rope))
+
+
+def test_shared_experts_of_the_width_of_each(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Two of half the stored width are one of all of it."""
+    changes = {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": 13}
+    folder = changed(checkpoints["nemotron-h"], tmp_path / "each", **changes)
+    assert_close(logits_of(folder), logits_of(checkpoints["nemotron-h"]))
+    with pytest.raises(CheckpointError, match=r"shared_experts.up_proj.weight has the shape"):
+        load(changed(folder, tmp_path / "three", n_shared_experts=3))
 
 
 def test_time_steps_without_a_limit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
