@@ -16,6 +16,7 @@ from specmamba.kernels.gated_delta_rule import reference, torch_ops
 from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, TreePlacement, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels import rounding
+from tests.kernels.recurrent import test_strong_decay
 from tests.kernels.recurrent.layer_case import copied, make_buffers_and_trees, moved
 from tests.kernels.recurrent.records import Records, make_records, make_state
 from tests.kernels.recurrent.test_gated_delta_rule import Tokens, make_tokens
@@ -116,15 +117,14 @@ def test_num_pending_none_means_every_record_before_the_nodes(nodes: int, node_o
     check_verify(gpu_device, tokens, state, records, None, node_offset, mask)
 
 
-@pytest.mark.parametrize("decay", [0.0, -60.0])
-def test_stable_at_any_decay(decay: float, gpu_device: str) -> None:
-    """Strong decay along a path makes off-path differences so large that their exponential overflows."""
-    heads, pending = (1, 1, 16, 8), torch.tensor([0, 3, 1, 2, 3])
-    tokens, state = make_tokens(len(SHAPES), 7, heads, seed=12)
-    tokens.g.fill_(decay)
-    mask = mask_of(batch_of_parents(SHAPES, 7, seed=13))
-    records = make_records(len(SHAPES), 10, heads, pending, seed=14)
-    check_verify(gpu_device, tokens, state, records, pending, 3, mask, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("nodes", [1, 7, 18])
+def test_strong_decays(nodes: int, gpu_device: str) -> None:
+    """From 0 to -3000, mixed; nodes and records in more than one block."""
+    heads, pending = (1, 1, 16, 8), torch.tensor([0, 19, 1, 16, 3])
+    tokens = test_strong_decay.make_tokens("gated_delta_rule", len(SHAPES), nodes, heads, seed=12)
+    mask = mask_of(batch_of_parents(SHAPES, nodes, seed=13))
+    records = test_strong_decay.pending_records(19 + nodes, heads, pending, seed=14)
+    check_verify(gpu_device, tokens, make_state(len(SHAPES), heads, seed=15), records, pending, 19, mask)
 
 
 class InPlace:
