@@ -23,7 +23,7 @@ from specmamba.draft.drafter import Drafter
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
-from specmamba.engine.cache_manager import build_cache_manager
+from specmamba.engine.cache_manager import build_cache_manager, build_tiers
 from specmamba.engine.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
@@ -120,6 +120,8 @@ class Engine:
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
+        # last, so that nothing of what was measured is written
+        self.cache_manager.tiers = build_tiers(config, folder, self.models, self.draft_plan, self.cache_manager)
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
@@ -288,6 +290,8 @@ class Engine:
         if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
             self.preempt(yielding)
             deltas += self._admit()
+        if not self.scheduler.num_running:
+            self.cache_manager.wait_for_disk()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
@@ -410,6 +414,7 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
+        self.cache_manager.close()
         if self.runner.graph_runner is not None:
             self.runner.graph_runner.replay.close()
         torch.set_num_threads(process_threads())
