@@ -23,7 +23,7 @@ from specmamba.cache.tiers.prefix_hash import PrefixHasher
 
 logger = logging.getLogger("specmamba")
 
-MAX_BYTES_IN_FLIGHT = 512 << 20  # in each direction
+MAX_BYTES_IN_FLIGHT = 512 << 20  # in each direction; a single prefix may be larger
 MAX_LOAD_S = 10.0  # a request does not wait longer for a disk
 SCAN_INTERVAL_S = 2.0  # between two looks for what other processes have written
 CLOSE_S = 30.0  # for what is still to be written
@@ -73,6 +73,7 @@ class Load:
 
     def __init__(self, chain: Sequence[Stored]) -> None:
         self.chain = tuple(chain)
+        self.nbytes = sum(entry.token_bytes for entry in chain) + chain[-1].state_bytes  # in memory
         self.began = time.monotonic()
         self.is_over = False  # its request has taken it, or wants it no more
         self._result: tuple[Entry, ...] | DiskMiss | None = None
@@ -114,7 +115,7 @@ class DiskTier:
         self._lock = threading.Lock()  # guards the index, the counts and what is being written
         self._counts = _Counts()
         self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
-        self._reader = Mover("specmamba-disk-reader", MAX_BYTES_IN_FLIGHT)
+        self._reader = Mover("specmamba-disk-reader", 2 * MAX_BYTES_IN_FLIGHT)
         self._writer = Mover("specmamba-disk-writer", MAX_BYTES_IN_FLIGHT)
         self._scanned, self._seen = 0.0, -1
         self._reads_since: float | None = None  # when the reader's thread began with its newest load
@@ -145,18 +146,15 @@ class DiskTier:
                     return "fingerprint"
         return "absent"
 
-    def has_room_to_load(self, chain: Sequence[Stored]) -> bool:
-        """Whether ``load`` takes this chain now, or would miss at once."""
-        return self._hangs() or self._reader.has_room(_loaded_bytes(chain))
-
     def load(self, chain: Sequence[Stored]) -> Load:
         """Begin to read a chain; of all entries but the last, KV alone is read."""
         load = Load(chain)
-        if self._hangs() or not self._reader.put(lambda: load.end(self._read(load)), _loaded_bytes(chain)):
+        if self.hangs or not self._reader.put(lambda: load.end(self._read(load)), load.nbytes):
             load.end("slow")
         return load
 
-    def _hangs(self) -> bool:
+    @property
+    def hangs(self) -> bool:
         """Whether the disk does not answer, so that no request should wait for it."""
         since = self._reads_since
         return since is not None and time.monotonic() - since > MAX_LOAD_S
@@ -195,7 +193,7 @@ class DiskTier:
             counts.hits += 1
             counts.hit_tokens += num_tokens
             counts.load_seconds += time.monotonic() - load.began
-            counts.loaded_bytes += _loaded_bytes(load.chain)
+            counts.loaded_bytes += load.nbytes
 
     def count_miss(self, reason: DiskMiss) -> None:
         """Count a request that got nothing."""
@@ -382,7 +380,3 @@ class DiskTier:
     def _lose(self, reason: LostWrite) -> None:
         with self._lock:
             self._counts.lost_writes[reason] += 1
-
-
-def _loaded_bytes(chain: Sequence[Stored]) -> int:
-    return sum(entry.token_bytes for entry in chain) + (chain[-1].state_bytes if chain else 0)

@@ -13,8 +13,9 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
-from specmamba.cache.tiers.disk_tier import CLOSE_S, DiskStats, DiskTier, Load
+from specmamba.cache.tiers.disk_tier import CLOSE_S, MAX_BYTES_IN_FLIGHT, DiskStats, DiskTier, Load
 from specmamba.cache.tiers.entry import Entry
+from specmamba.cache.tiers.entry_index import Stored
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS
 
@@ -138,11 +139,16 @@ class PrefixTiers:
             return False
         keys = {entry.key for entry in chain}
         wish.other = next((load for load in self._loads if any(each.key in keys for each in load.chain)), None)
-        if wish.other is not None or not self._disk.has_room_to_load(chain):
+        if wish.other is not None or not self._has_room_to_load(chain):
             return False
         wish.load = self._disk.load(chain)
         self._loads.append(wish.load)
         return True
+
+    def _has_room_to_load(self, chain: Sequence[Stored]) -> bool:
+        """Whether the memory that loads hold, until they are in the pools, stays bounded with this one."""
+        held = sum(load.nbytes for load in self._loads)
+        return not held or held + Load(chain).nbytes <= MAX_BYTES_IN_FLIGHT or self._disk.hangs
 
     def _end(self, wish: DiskWish) -> None:
         wish.is_over = True
