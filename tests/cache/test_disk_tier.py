@@ -172,6 +172,11 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
+def make_folder_of(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "header": lambda file: flip(file, 60),
     "layout": lambda file: flip(file, 300),
@@ -180,7 +185,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "state": lambda file: flip(file, -3),
     "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
     "empty": lambda file: os.truncate(file, 0),
-    "no file": lambda file: (file.unlink(), file.mkdir()),
+    "no file": make_folder_of,
 }
 
 
@@ -341,7 +346,11 @@ def test_a_mover_bounds_what_it_holds() -> None:
     mover, may_run, ran = Mover("test", 100), threading.Event(), list[int]()
 
     def job(number: int) -> Callable[[], None]:
-        return lambda: (may_run.wait(5), ran.append(number))[0] and None
+        def run() -> None:
+            assert may_run.wait(5)
+            ran.append(number)
+
+        return run
 
     def fails() -> None:
         raise ValueError("a job fails")
