@@ -125,8 +125,7 @@ class KVPool:
 
     The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
     but its pages still count tokens. Codes (``CacheShape.kv_dtype``) have scales, ``k_scales`` and ``v_scales``: for
-    every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools. ``groups``
-    has all of them in few tensors, [layers, (num_pages + 1) * page_size, heads, ...]: keys, values, scales.
+    every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools.
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
@@ -143,7 +142,7 @@ class KVPool:
         if of_scales:
             scales = [layer for group in of_scales for layer in group]
             self.k_scales, self.v_scales = tuple(scales[:num_layers]), tuple(scales[num_layers:])
-        self.groups = tuple(as_bytes(group) for group in (*of_kv, *of_scales))
+        self._groups = tuple(as_bytes(group) for group in (*of_kv, *of_scales))
 
     def from_layer(self, first: int) -> KVPool:
         """Return a view on the same memory: the layers from ``first`` on, numbered from 0."""
@@ -151,6 +150,11 @@ class KVPool:
         view.k, view.v = self.k[first:], self.v[first:]
         view.k_scales, view.v_scales = self.k_scales[first:], self.v_scales[first:]
         return view
+
+    @property
+    def groups(self) -> tuple[Tensor, ...]:
+        """All of it in few tensors, [layers, (num_pages + 1) * page_size, heads, ...]: keys, values, scales."""
+        return self._groups
 
     @property
     def num_tokens(self) -> int:
@@ -173,7 +177,7 @@ class KVPool:
 
     def give_back(self) -> None:
         """Give back the memory of an unused pool, on a CPU."""
-        for group in self.groups:
+        for group in self._groups:
             give_back_zeros(group)
 
     def clear(self, slots: Tensor) -> None:
@@ -187,11 +191,11 @@ class KVPool:
         Scales move with their codes.
         """
         if not source.is_cpu:  # a row's moves are too many for the form in Triton
-            for group in self.groups:
+            for group in self._groups:
                 group[:, target] = group[:, source]
             return
         only_row = torch.zeros(1, dtype=torch.int64)
-        for group in self.groups:
+        for group in self._groups:
             state_copy.compact(group[:, None], only_row, source[None], target[None])
 
 

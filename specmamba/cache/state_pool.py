@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
@@ -35,7 +36,7 @@ class StatePool:
     ``recurrent`` [layers, slots + 1, Hv, K, V] in the shape's ``state_dtype``: writers of a slot round, readers
     go on in float32. ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the last convolution
     inputs, oldest first; ``features`` [1, slots + 1, F] in the shape's ``features_dtype``, what a drafter needs to go
-    on behind the last token (F = 0 where that is nothing). ``tensors`` are these three.
+    on behind the last token (F = 0 where that is nothing).
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
@@ -46,9 +47,14 @@ class StatePool:
         self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype, device)
         self.conv = lazy_zeros((*size, s.conv_width - 1, s.conv_channels), shape.dtype, device)
         self.features = lazy_zeros((1, num_slots + 1, shape.draft_features), shape.features_dtype, device)
-        self.tensors = self.recurrent, self.conv, self.features
+        self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
         self._stamps: dict[int, Stamp] = {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``recurrent``, ``conv`` and ``features``."""
+        return self._states
 
     @property
     def num_free(self) -> int:
@@ -61,14 +67,14 @@ class StatePool:
 
     def give_back(self) -> None:
         """Give back the memory of an unused pool, on a CPU."""
-        for states in self.tensors:
+        for states in self._states:
             give_back_zeros(states)
 
     def allocate(self, owner: str) -> int | None:
         """Allocate the lowest free slot with the state before any token (zeros, position 0); None if there is none."""
         slot = self.reserve(owner)
         if slot is not None:
-            for states in self.tensors:
+            for states in self._states:
                 states[:, slot].zero_()
             self._stamps[slot] = Stamp(owner, 0, is_written=True)
         return slot
@@ -165,6 +171,6 @@ class StatePool:
     def _copy(self, source: int, source_owner: str, target: int, target_owner: str, position: int) -> None:
         self.check(source, source_owner, position)
         self.begin_write(target, target_owner)
-        for states in self.tensors:
+        for states in self._states:
             states[:, target] = states[:, source]
         self.end_write(target, position)

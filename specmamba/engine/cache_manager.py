@@ -14,6 +14,7 @@ from specmamba.cache.prefix.eviction import Costs
 from specmamba.cache.prefix.node import Match
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.cache.tiers.disk_tier import DiskTier
+from specmamba.cache.tiers.entry_folder import EntryFolder
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
@@ -319,6 +320,12 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
 WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
 
 
+def require_disk_folder(config: EngineConfig) -> None:
+    """Raise ConfigError if there is a folder for prefixes that cannot be used; it is made if need be."""
+    if config.hicache_storage_dir is not None:
+        EntryFolder.open(config.hicache_storage_dir.expanduser())
+
+
 def build_tiers(
     config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan, manager: CacheManager
 ) -> PrefixTiers | None:
@@ -345,6 +352,7 @@ def _identity(config: EngineConfig, folder: Path, models: Models, drafts: DraftP
     target = models.target
     own = {
         "architecture": target.architecture,
+        "kv": str(target.cache_shape.stored_kv_dtype).removeprefix("torch."),
         "dtype": str(target.cache_shape.dtype).removeprefix("torch."),
         "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
         "quantization": f"{config.quantization} {config.quantization_group_size}",

@@ -23,7 +23,7 @@ from specmamba.draft.drafter import Drafter
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
-from specmamba.engine.cache_manager import build_cache_manager, build_tiers
+from specmamba.engine.cache_manager import build_cache_manager, build_tiers, require_disk_folder
 from specmamba.engine.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
@@ -78,6 +78,7 @@ class Engine:
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)
+        require_disk_folder(config)  # before what takes long
         self.tokenizer = load_tokenizer(folder, config.skip_tokenizer_init)
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device)

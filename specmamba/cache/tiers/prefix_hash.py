@@ -21,12 +21,12 @@ class PrefixHasher:
     """
 
     def __init__(self, secret: bytes, tenant: str | None, extra_key: str | None, tokens: Tokens) -> None:
-        """``tokens`` [n] int64: the text, or as much of it as is known."""
+        """``tokens`` [n] int64, below 2^31: the text, or as much of it as is known."""
         scope = json.dumps([tenant, extra_key]).encode()
         self._hash = hashlib.blake2b(key=secret, digest_size=DIGEST_BYTES, person=b"specmamba prefix")
         self._hash.update(len(scope).to_bytes(8, "little") + scope)
         self._start = self._hash.copy()
-        self._tokens = np.ascontiguousarray(tokens, dtype="<i8")
+        self._tokens = np.ascontiguousarray(tokens, dtype="<i4")
         self._length = 0
 
     @property

@@ -219,9 +219,12 @@ class PrefixTiers:
             self._disk.wait_to_put(nbytes, deadline - time.monotonic())
         if not self._disk.has_room_to_put(nbytes):
             return
-        text.restart()
-        parent = text.digest(HEAD_TOKENS) if not chain else chain[-1].key
         key = text.digest(node.end)
+        if chain:
+            parent = chain[-1].key
+        else:
+            text.restart()
+            parent = text.digest(HEAD_TOKENS)
         self._disk.put(self._transfer.take(key, parent, start, _slots_of(node, start), node.state_slot))
 
 
