@@ -21,10 +21,11 @@ if TYPE_CHECKING:  # --help must not wait for torch
 
 SPARE_TOKENS = 2 * MAX_DRAFT_TOKENS  # KV of a running request besides its text: a draft, and slots that are given ahead
 POOLS = ("max_total_tokens", "max_mamba_cache_size")
-CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction")
+DISK_FLAGS = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
+CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *DISK_FLAGS)
 ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only with cached prefixes
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
-PARTS = (*SHARING, "ttft", "costs")
+PARTS = (*SHARING, "ttft", "disk", "costs")
 
 
 def _names(value: object) -> object:
@@ -68,9 +69,9 @@ class PrefixBenchConfig(ReportOptions):
     pressure_share: Annotated[
         float, Field(gt=0, le=1, description="pressure: size of both pools, as a share of what would hold everything")
     ] = 0.1
-    ttft_tokens: Annotated[int, Field(ge=2, description="ttft: tokens of a prompt")] = 2000
+    ttft_tokens: Annotated[int, Field(ge=2, description="ttft, disk: tokens of a prompt")] = 2000
     ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
-    rounds: Annotated[int, Field(ge=1, description="ttft, costs: rounds; medians over them")] = 5
+    rounds: Annotated[int, Field(ge=1, description="ttft, disk, costs: rounds; medians over them")] = 5
     cost_tokens: Annotated[int, Field(ge=1024, description="costs: tokens of the longest prompt in the tree")] = 32768
     cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
 
