@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specmamba.cache.prefix.inspection import CacheStats, Counters
-from specmamba.cache.tiers.disk_tier import DiskStats
+from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.scheduler import TenantStats

@@ -13,7 +13,7 @@ from typing import Literal
 
 from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
-from specmamba.cache.tiers.disk_tier import DiskStats
+from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.config import EngineConfig
 from specmamba.core import SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager

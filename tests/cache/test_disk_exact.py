@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.tiers.disk_tier import DiskStats
+from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Owner, RequestOutput

@@ -158,6 +158,20 @@ def test_the_oldest_leaf_makes_room(new_tier: NewTier) -> None:
     assert [len(ends(again, text)) for text in branches] == [2, 1, 1]
 
 
+def test_what_is_used_in_memory_stays_on_disk(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beginning that many texts have is seldom loaded, since it is in memory; it is used all the same."""
+    monkeypatch.setattr(disk_tier, "TOUCH_INTERVAL_NS", 0)
+    tier = new_tier(max_bytes=1400)
+    put(tier, TEXT[:30])
+    put(tier, tuple(range(30)))
+    tier.drain()
+    tier.note_use(tier.find(tier.hasher(array(TEXT), None, None)))
+    put(tier, tuple(range(50, 80)))
+    tier.drain()
+    assert tier.stats().evictions == 1
+    assert (ends(tier, TEXT), ends(tier, tuple(range(30)))) == ([30], [])
+
+
 def test_what_does_not_fit_is_not_written(new_tier: NewTier, tmp_path: Path) -> None:
     tier = new_tier(max_bytes=300)
     assert not tier.has_room_to_put(400)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from specmamba.cache.tiers.disk_tier import DiskStats
+from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig

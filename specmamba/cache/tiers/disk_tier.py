@@ -6,15 +6,13 @@ import errno
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 from specmamba.cache.prefix.node import Tokens
 from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
+from specmamba.cache.tiers.disk_stats import DiskCounts, DiskMiss, DiskStats, LostWrite
 from specmamba.cache.tiers.entry import Entry, EntryLayout
 from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
 from specmamba.cache.tiers.entry_index import EntryIndex, Stored
@@ -26,46 +24,8 @@ logger = logging.getLogger("specmamba")
 MAX_BYTES_IN_FLIGHT = 512 << 20  # in each direction; a single prefix may be larger
 MAX_LOAD_S = 10.0  # a request does not wait longer for a disk
 SCAN_INTERVAL_S = 2.0  # between two looks for what other processes have written
+TOUCH_INTERVAL_NS = 60 * 10**9  # between two notes on a file that it is used
 CLOSE_S = 30.0  # for what is still to be written
-
-DiskMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
-DISK_MISSES: tuple[DiskMiss, ...] = get_args(DiskMiss)
-LostWrite = Literal["busy", "too_large", "disk_full", "failed"]
-LOST_WRITES: tuple[LostWrite, ...] = get_args(LostWrite)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """Sizes of the folder now, entries of other models included, and counts since the start."""
-
-    num_entries: int
-    num_bytes: int
-    max_bytes: int
-    bytes_in_flight: int
-    hits: int  # requests that got a prefix from the disk
-    hit_tokens: int
-    misses: dict[DiskMiss, int]  # requests for which the disk had nothing more than memory, or could not give it
-    load_seconds: float  # from a request's question to its prefix in memory, of all hits
-    loaded_bytes: int
-    writes: int
-    written_bytes: int
-    lost_writes: dict[LostWrite, int]
-    evictions: int
-    damaged: int  # files that were found damaged, and removed
-
-
-@dataclass(slots=True)
-class _Counts:
-    hits: int = 0
-    hit_tokens: int = 0
-    misses: Counter[DiskMiss] = field(default_factory=Counter)
-    load_seconds: float = 0.0
-    loaded_bytes: int = 0
-    writes: int = 0
-    written_bytes: int = 0
-    lost_writes: Counter[LostWrite] = field(default_factory=Counter)
-    evictions: int = 0
-    damaged: int = 0
 
 
 class Load:
@@ -113,7 +73,7 @@ class DiskTier:
         self._max_bytes, self._max_tokens = max_bytes, max_tokens
         self._index = EntryIndex()
         self._lock = threading.Lock()  # guards the index, the counts and what is being written
-        self._counts = _Counts()
+        self._counts = DiskCounts()
         self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
         self._reader = Mover("specmamba-disk-reader", 2 * MAX_BYTES_IN_FLIGHT)
         self._writer = Mover("specmamba-disk-writer", MAX_BYTES_IN_FLIGHT)
@@ -129,9 +89,8 @@ class DiskTier:
 
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the entries that hold the longest beginning of a text, those that are being written included."""
-        if time.monotonic() - self._scanned > SCAN_INTERVAL_S:
-            self._scanned = time.monotonic()
-            self._reader.put(self._scan_if_changed, 0)
+        if self._is_scan_due:
+            self._reader.put(self._scan_if_due, 0)
         with self._lock:
             return self._index.find(self.layout.fingerprint, text)
 
@@ -145,6 +104,15 @@ class DiskTier:
                 if self._index.find(fingerprint, text):
                     return "fingerprint"
         return "absent"
+
+    def note_use(self, chain: Sequence[Stored]) -> None:
+        """Note that entries are in use, though in memory, so that they are not removed for what is used less."""
+        now = time.time_ns()
+        old = [entry for entry in chain if now - entry.used > TOUCH_INTERVAL_NS]
+        for entry in old:
+            entry.used = now
+        if old:
+            self._reader.put(lambda: self._touch(old), 0)
 
     def load(self, chain: Sequence[Stored]) -> Load:
         """Begin to read a chain; of all entries but the last, KV alone is read."""
@@ -202,24 +170,9 @@ class DiskTier:
 
     def stats(self) -> DiskStats:
         """Return sizes now and counts since the start."""
-        counts = self._counts
+        in_flight = self._reader.num_bytes + self._writer.num_bytes
         with self._lock:
-            return DiskStats(
-                num_entries=len(self._index),
-                num_bytes=self._index.num_bytes,
-                max_bytes=self._max_bytes,
-                bytes_in_flight=self._reader.num_bytes + self._writer.num_bytes,
-                hits=counts.hits,
-                hit_tokens=counts.hit_tokens,
-                misses={reason: counts.misses[reason] for reason in DISK_MISSES},
-                load_seconds=counts.load_seconds,
-                loaded_bytes=counts.loaded_bytes,
-                writes=counts.writes,
-                written_bytes=counts.written_bytes,
-                lost_writes={reason: counts.lost_writes[reason] for reason in LOST_WRITES},
-                evictions=counts.evictions,
-                damaged=counts.damaged,
-            )
+            return self._counts.stats(len(self._index), self._index.num_bytes, self._max_bytes, in_flight)
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until all that was put is written; returns whether it was."""
@@ -239,6 +192,9 @@ class DiskTier:
         self._reads_since = time.monotonic()
         try:
             return self._read_chain(load)
+        except Exception:  # its request must not wait
+            logger.exception("an entry of the prefix cache cannot be read")
+            return "unreadable"
         finally:
             self._reads_since = None
 
@@ -256,8 +212,7 @@ class DiskTier:
             except (OSError, MemoryError) as error:
                 logger.warning("an entry of the prefix cache cannot be read: %s", error)
                 return "unreadable"
-        for stored in load.chain:
-            self._touch(stored)
+        self._touch(load.chain)
         return tuple(entries)
 
     def _read_one(self, stored: Stored, with_state: bool) -> Entry:
@@ -274,10 +229,11 @@ class DiskTier:
             raise EntryError("damaged", "it is another entry than its name and its first reading say")
         return entry
 
-    def _touch(self, stored: Stored) -> None:
-        stored.used = time.time_ns()
-        with suppress(OSError):
-            self._folder.touch(stored.name)
+    def _touch(self, chain: Sequence[Stored]) -> None:
+        for stored in chain:
+            stored.used = time.time_ns()
+            with suppress(OSError):
+                self._folder.touch(stored.name)
 
     def _drop(self, stored: Stored, error: EntryError) -> None:
         """Remove a file that is not what it was, so that it is found by no request any more."""
@@ -295,9 +251,19 @@ class DiskTier:
                 self._index.remove(stored.name)
                 self._coming.pop(stored.key, None)
 
-    def _scan_if_changed(self) -> None:
+    @property
+    def _is_scan_due(self) -> bool:
+        return time.monotonic() - self._scanned > SCAN_INTERVAL_S
+
+    def _scan_if_due(self) -> None:
+        """Scan the folder unless that was done a short time ago, or no file has come or gone since."""
+        if not self._is_scan_due:
+            return
+        self._scanned = time.monotonic()
         with suppress(OSError):
-            if self._folder.changed() != self._seen:
+            changed = self._folder.changed()
+            # the clock of files has steps, so a change may come after a look and have its time
+            if changed != self._seen or abs(time.time_ns() - changed) < 10**9:
                 self._scan()
 
     def _scan(self) -> None:
@@ -364,7 +330,7 @@ class DiskTier:
 
     def _make_room(self, new: Stored) -> bool:
         """Remove entries until a new one fits beside those that are left; False if it cannot."""
-        self._scan_if_changed()  # others write into the same budget
+        self._scan_if_due()  # others write into the same budget
         while True:
             with self._lock:
                 waiting = sum(encoded_bytes(entry) for key, entry in self._coming.items() if key != new.key)

@@ -45,6 +45,7 @@ class EntryIndex:
 
     def __init__(self) -> None:
         self._entries: dict[Name, Stored] = {}
+        self._num_of: Counter[bytes] = Counter()  # entries of each fingerprint
         self._below: dict[Name, Counter[int]] = {}  # by fingerprint and parent: the ends of the entries that follow
         self.num_bytes = 0
 
@@ -61,12 +62,13 @@ class EntryIndex:
     @property
     def fingerprints(self) -> set[bytes]:
         """The fingerprints of all entries."""
-        return {fingerprint for fingerprint, _ in self._entries}
+        return set(self._num_of)
 
     def add(self, entry: Stored) -> None:
         """Add an entry, in the place of one of the same name."""
         self.remove(entry.name)
         self._entries[entry.name] = entry
+        self._num_of[entry.fingerprint] += 1
         self._below.setdefault((entry.fingerprint, entry.parent), Counter())[entry.end] += 1
         self.num_bytes += entry.nbytes
 
@@ -75,6 +77,9 @@ class EntryIndex:
         entry = self._entries.pop(name, None)
         if entry is None:
             return None
+        self._num_of[entry.fingerprint] -= 1
+        if not self._num_of[entry.fingerprint]:
+            del self._num_of[entry.fingerprint]
         ends = self._below[entry.fingerprint, entry.parent]
         ends[entry.end] -= 1
         if not ends[entry.end]:

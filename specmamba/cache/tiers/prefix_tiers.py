@@ -13,7 +13,8 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
-from specmamba.cache.tiers.disk_tier import CLOSE_S, MAX_BYTES_IN_FLIGHT, DiskStats, DiskTier, Load
+from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers.disk_tier import CLOSE_S, MAX_BYTES_IN_FLIGHT, DiskTier, Load
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.entry_index import Stored
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
@@ -210,6 +211,7 @@ class PrefixTiers:
             return
         text = self._disk.hasher(tokens, root.extra_key, root.tenant)
         chain = self._disk.find(text)
+        self._disk.note_use(chain)
         start = chain[-1].end if chain else 0
         if node.end - start < MIN_GAIN:
             return

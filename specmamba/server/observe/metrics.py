@@ -25,7 +25,7 @@ from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
-    from specmamba.cache.tiers.disk_tier import DiskStats
+    from specmamba.cache.tiers.disk_stats import DiskStats
     from specmamba.engine.scheduler import EngineStats
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
