@@ -122,7 +122,9 @@ class Engine:
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
         # last, so that nothing of what was measured is written
-        self.cache_manager.tiers = build_tiers(config, folder, self.models, self.draft_plan, self.cache_manager)
+        tiers = build_tiers(config, folder, self.models, self.draft_plan, self.cache_manager)
+        self.cache_manager.tiers = tiers
+        graph_lines += [] if tiers is None else [tiers.describe_line()]
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 

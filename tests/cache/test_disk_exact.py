@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, SamplingParams
+from specmamba.cache.tiers import prefix_tiers
 from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.config import DEMO_MODEL
@@ -215,6 +216,28 @@ def test_requests_that_come_together_load_once(damaged: tuple[LLM, Path], prompt
     after = stats(llm)
     assert after.hits - before.hits == 1
     assert after.misses == before.misses
+    check_pools(llm)
+
+
+def test_loads_wait_for_each_other_where_they_would_hold_too_much(
+    damaged: tuple[LLM, Path], prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _ = damaged
+    chosen = [each[:60] for each in prompts if len(each) >= 60][:4]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = [output.token_ids for output in llm.generate(chosen, params)]
+    forget(llm)
+    monkeypatch.setattr(prefix_tiers, "MAX_BYTES_IN_FLIGHT", 1)
+    most, before = 0, stats(llm)
+    for number, text in enumerate(chosen):
+        llm.engine.add_request(str(number), text, params)
+    texts: list[Tokens] = [()] * 4
+    while llm.engine.has_unfinished_requests:
+        for delta in llm.engine.step():
+            texts[int(delta.request_id)] += delta.token_ids
+        most = max(most, len(tiers(llm)._loads))
+    assert texts == expected
+    assert (most, stats(llm).hits - before.hits) == (1, 4)
     check_pools(llm)
 
 

@@ -32,6 +32,7 @@ class DiskWish:
     is_over: bool = False
     load: Load | None = None  # its own
     other: Load | None = None  # of another request, which brings a part of the same text
+    refused_at: int | None = None  # loads that had ended when there was no room for its own
 
 
 class PrefixTiers:
@@ -59,6 +60,7 @@ class PrefixTiers:
         self._cache, self._kv, self._states = cache, kv, states
         self._transfer, self._disk, self.policy = transfer, disk, policy
         self._loads: list[Load] = []  # under way
+        self._num_ended = 0
         if policy == "write_back":
             cache.on_evict = self._write
 
@@ -73,6 +75,8 @@ class PrefixTiers:
         if wish.is_over:
             return False
         if wish.other is not None and not wish.other.is_over and wish.other.result is None:
+            return True
+        if wish.refused_at == self._num_ended:
             return True
         if wish.load is None and not self._begin(wish, tokens, extra_key, tenant):
             return not wish.is_over
@@ -105,6 +109,14 @@ class PrefixTiers:
         """Note that a request goes on from a node's state."""
         if self.policy == "write_through_selective" and node.state_slot is not None:
             self._write(node)
+
+    def describe_line(self) -> str:
+        """Return a line for the report at start."""
+        stats, gib = self._disk.stats(), 1 << 30
+        return (
+            f"prefixes on disk: {stats.num_entries} entries in {stats.num_bytes / gib:.2f} GiB of "
+            f"{stats.max_bytes / gib:.2f}, {self.policy}"
+        )
 
     def stats(self) -> DiskStats:
         """Return the figures of the disk."""
@@ -140,7 +152,10 @@ class PrefixTiers:
             return False
         keys = {entry.key for entry in chain}
         wish.other = next((load for load in self._loads if any(each.key in keys for each in load.chain)), None)
-        if wish.other is not None or not self._has_room_to_load(chain):
+        if wish.other is not None:
+            return False
+        if not self._has_room_to_load(chain):
+            wish.refused_at = self._num_ended
             return False
         wish.load = self._disk.load(chain)
         self._loads.append(wish.load)
@@ -156,6 +171,7 @@ class PrefixTiers:
         if wish.load is not None:
             wish.load.is_over = True
             self._loads.remove(wish.load)
+            self._num_ended += 1
 
     def _insert(
         self, load: Load, entries: Sequence[Entry], tokens: Tokens, extra_key: str | None, tenant: str | None
