@@ -57,7 +57,6 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
         figures[f"{kind}_ratio_range"] = [round(min(ratios), 4), round(max(ratios), 4)]
     return {
         **figures,
-        "cold_ms": round(statistics.median(one["cold_s"] for one in rounds) * 1e3, 3),
         "cached_tokens": min(one["cached"] for one in rounds),
         "written_bytes_per_token": round(stats.written_bytes / (length * config.rounds)),
         "load_share": round(stats.load_seconds / sum(one["disk_s"] for one in rounds), 4),
@@ -94,7 +93,6 @@ def _round(
     seconds = (before.ttft_s + _answer(cold, ask).ttft_s) / 2
     return {
         "ratios": {kind: answer.ttft_s / seconds for kind, answer in answers.items()},
-        "cold_s": seconds,
         "disk_s": answers["disk"].ttft_s + answers["disk_dropped"].ttft_s,
         "cached": min(answers[kind].num_cached_tokens for kind in ("disk", "disk_dropped")),
         "different_texts": sum(answer.output != before.output for answer in answers.values()),
