@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,11 +139,19 @@ class Demand:
 def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
     """Start an engine with the flags of the command line; ``flags`` replace some of them.
 
+    With prefixes on disk each engine has a folder of its own in that of the flags, so that none finds what another
+    wrote; they are removed when the process ends.
+
     Raises:
         ConfigError: the flags do not allow to start.
     """
     from specmamba import LLM
 
+    if config.hicache_storage_dir is not None and "hicache_storage_dir" not in flags:
+        config.hicache_storage_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="specmamba-bench-", dir=config.hicache_storage_dir)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        flags["hicache_storage_dir"] = folder
     return LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | flags)
 
 
