@@ -35,6 +35,7 @@ commands:
   chat        a conversation in the terminal, with a model in this process or a running server
   info        what a model is, what it takes, and what can be done with it
   quantize    round a checkpoint's matrices to 4 or 8 bits
+  cache       prefixes on disk: list them, remove some, verify them
   doctor      whether this installation works: packages, device, kernels, and a self-test
   bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
   tune        choose by measurement: draft trees
@@ -58,6 +59,7 @@ examples:
   specmamba chat --url http://127.0.0.1:30000
   specmamba info --model ./my-model --quantization int8
   specmamba quantize --model ./my-model --format int4 --out ./my-model-int4
+  specmamba cache ls ./prefixes
   specmamba doctor
   specmamba bench acceptance --speculative-num-steps 3
   specmamba bench serving --concurrency 1,4 --plot load.png
@@ -184,6 +186,12 @@ def _info(arguments: list[str]) -> int:
 
 def _quantize(arguments: list[str]) -> int:
     from specmamba.quantize import main as run
+
+    return run(arguments)
+
+
+def _cache(arguments: list[str]) -> int:
+    from specmamba.cache.tiers.tier_command import main as run
 
     return run(arguments)
 
@@ -358,6 +366,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": _chat,
     "info": _info,
     "quantize": _quantize,
+    "cache": _cache,
     "doctor": _doctor,
     **{command: partial(_run_subcommand, command) for command in SUBCOMMANDS},
 }

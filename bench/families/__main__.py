@@ -29,7 +29,10 @@ from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.report import JsonFile, machine, progress_bar, split_numbers, versions
 
 PROG = "python -m specmamba.bench.families"
-NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "mamba2")
+NAMES = (
+    *("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid"),
+    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "mamba2"),
+)
 NUM_NODES = 4
 CHAIN_FLAGS: dict[str, Any] = {
     "speculative_adaptive": "off",

@@ -38,6 +38,32 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 512,
 }
+OLMO_HYBRID: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1280,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 20,
+    "layer_types": THREE_TO_ONE * 5,
+    "num_attention_heads": 10,
+    "linear_num_key_heads": 10,
+    "linear_num_value_heads": 10,
+    "linear_key_head_dim": 96,
+    "linear_value_head_dim": 192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
+BAMBA: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "attn_layer_indices": [5, 11, 17, 23],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 32,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+}
 FALCON_H1: dict[str, Any] = {
     **LONG,
     "hidden_size": 1024,
@@ -110,6 +136,8 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN | {"intermediate_size": 3584}),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN | QWEN_EXPERTS | {"intermediate_size": 3584}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN | QWEN_EXPERTS),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID),
+    "bamba": ("BambaConfig", "BambaForCausalLM", BAMBA),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H),

@@ -181,7 +181,7 @@ def make_layer(case: Case, place: Place, inputs_of: Callable[..., tuple[Tensor, 
         conv_inputs=torch.randn(batch + 1, WINDOW + records, channels, generator=gen),
         k=F.normalize(torch.randn(*shape, case["key_heads"], case["key"], generator=gen), dim=-1),
         u=torch.randn(*shape, case["heads"], case["value"], generator=gen),
-        decay=-torch.rand(*shape, case["heads"], generator=gen).mul(0.1).cumsum(1),
+        decay=-torch.rand(*shape, case["heads"], generator=gen).mul(0.1),
         windows=torch.randn(batch + 1, WINDOW, channels, generator=gen),
     )
     parents = tree_parents(case)

@@ -1,13 +1,14 @@
 """What the prefix cache spares: hit rates against an oracle, time to first token with and without it, and its costs.
 
-    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,costs] [--json FILE] [--plot FILE.png]
-                           [any engine flag]
+    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,costs] [--json FILE]
+                           [--plot FILE.png] [any engine flag]
 
 Every wave of requests runs on an engine with the cache and on one without, in turns, with greedy decoding, and the
 outputs are compared. In float32 (the default here) a text that differs is an error: the exit status is 1. The pools
 hold everything of a workload that can be cached, except for ``pressure``, which gets a share of that and runs with both
 eviction policies; the engine without the cache has enough memory there too. workloads.py describes the workloads,
-texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``costs`` in costs.py and decoding.py.
+texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``disk`` in disk.py, ``costs`` in costs.py and
+decoding.py.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def _run(config: PrefixBenchConfig) -> int:
 def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     """Measure everything that was asked for; the report as a JSON object. Raises SpecmambaError."""
     from specmamba.bench.prefix.costs import measure_costs
+    from specmamba.bench.prefix.disk import measure_disk
     from specmamba.bench.prefix.engines import start_cold_engine
     from specmamba.bench.prefix.figures import full_report
     from specmamba.bench.prefix.run import measure_ttft, run_workloads
@@ -49,9 +51,10 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
         names = [name for name in config.workloads if name in SHARING]
         plays = run_workloads(config, cold, source, names) if names else []
         ttft = measure_ttft(config, cold, source) if "ttft" in config.workloads else None
+        disk = measure_disk(config, cold, source) if "disk" in config.workloads else None
         description, num_threads = cold.engine.describe(), cold.engine.num_threads
     costs = measure_costs(config, source) if "costs" in config.workloads else None
-    return full_report(config, description, num_threads, source, plays, ttft, costs)
+    return full_report(config, description, num_threads, source, plays, ttft, disk, costs)
 
 
 def print_report(report: Figures) -> None:
@@ -68,7 +71,9 @@ def print_report(report: Figures) -> None:
             [_cells(figures) for figures in report["workloads"]],
             text_columns=(0, 12),
         )
-    page.lines(*_about_ttft(report["ttft"]), *_about_costs(report["costs"]), *_remarks(report))
+    page.lines(
+        *_about_ttft(report["ttft"]), *_about_disk(report["disk"]), *_about_costs(report["costs"]), *_remarks(report)
+    )
 
 
 def title(report: Figures) -> str:
@@ -124,6 +129,27 @@ def _about_ttft(ttft: Figures | None) -> list[str]:
             f"{times['without_cache']:.1f} ms), {ttft[f'{name}_cached_tokens']} tokens cached"
         )
     return lines
+
+
+def _about_disk(disk: Figures | None) -> list[str]:
+    if disk is None:
+        return []
+    names = {
+        "writing": "computed, and written meanwhile",
+        "memory": "from memory",
+        "disk": "from disk, the files in the page cache",
+        "disk_dropped": "from disk, the files out of the page cache",
+    }
+    lines = [
+        f"first token of a prompt of {disk['prompt_tokens']} tokens, {name}: {disk[f'{kind}_ratio']:.3f} of cold "
+        f"({disk[f'{kind}_ratio_range'][0]:.3f}-{disk[f'{kind}_ratio_range'][1]:.3f})"
+        for kind, name in names.items()
+    ]
+    costs = (
+        f"on disk: {disk['written_bytes_per_token']} bytes a token; loading takes {disk['load_share']:.0%} of the time "
+        f"to a first token from disk; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
+    )
+    return [*lines, costs]
 
 
 def _about_costs(costs: Figures | None) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +24,11 @@ if TYPE_CHECKING:  # --help must not wait for torch
 
 SPARE_TOKENS = 2 * MAX_DRAFT_TOKENS  # KV of a running request besides its text: a draft, and slots that are given ahead
 POOLS = ("max_total_tokens", "max_mamba_cache_size")
-CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction")
+DISK_FLAGS = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
+CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *DISK_FLAGS)
 ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only with cached prefixes
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
-PARTS = (*SHARING, "ttft", "costs")
+PARTS = (*SHARING, "ttft", "disk", "costs")
 
 
 def _names(value: object) -> object:
@@ -68,9 +72,9 @@ class PrefixBenchConfig(ReportOptions):
     pressure_share: Annotated[
         float, Field(gt=0, le=1, description="pressure: size of both pools, as a share of what would hold everything")
     ] = 0.1
-    ttft_tokens: Annotated[int, Field(ge=2, description="ttft: tokens of a prompt")] = 2000
+    ttft_tokens: Annotated[int, Field(ge=2, description="ttft, disk: tokens of a prompt")] = 2000
     ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
-    rounds: Annotated[int, Field(ge=1, description="ttft, costs: rounds; medians over them")] = 5
+    rounds: Annotated[int, Field(ge=1, description="ttft, disk, costs: rounds; medians over them")] = 5
     cost_tokens: Annotated[int, Field(ge=1024, description="costs: tokens of the longest prompt in the tree")] = 32768
     cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
 
@@ -135,11 +139,19 @@ class Demand:
 def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
     """Start an engine with the flags of the command line; ``flags`` replace some of them.
 
+    With prefixes on disk each engine has a folder of its own in that of the flags, so that none finds what another
+    wrote; they are removed when the process ends.
+
     Raises:
         ConfigError: the flags do not allow to start.
     """
     from specmamba import LLM
 
+    if config.hicache_storage_dir is not None and "hicache_storage_dir" not in flags:
+        config.hicache_storage_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="specmamba-bench-", dir=config.hicache_storage_dir)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        flags["hicache_storage_dir"] = folder
     return LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | flags)
 
 

@@ -27,6 +27,7 @@ from specmamba.bench.prefix.texts import TextSource, distinct_tokens, oracle_hit
 from specmamba.measure.prompts import model_name
 from specmamba.measure.report import machine, versions
 
+NOTHING = {"different_texts": 0}
 MAX_LOST = 5  # requests that are named
 
 
@@ -37,11 +38,12 @@ def full_report(
     source: TextSource,
     plays: Sequence[Play],
     ttft: dict[str, Any] | None,
+    disk: dict[str, Any] | None,
     costs: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The report as a JSON object; ``description`` and ``num_threads`` are those of the engine without the cache."""
     workloads = [workload_figures(each) for each in plays]
-    different = sum(each["different_texts"] for each in workloads) + (ttft["different_texts"] if ttft else 0)
+    different = sum(each["different_texts"] for each in (*workloads, ttft or NOTHING, disk or NOTHING))
     return {
         "model": model_name(description),
         "dtype": description["dtype"],
@@ -67,6 +69,7 @@ def full_report(
         "different_texts": different,
         "workloads": workloads,
         "ttft": ttft,
+        "disk": disk,
         "costs": costs,
     }
 

@@ -23,7 +23,8 @@ LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
 LABEL = re.compile(r"^(\.L\w+):")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)")
 TARGET = re.compile(r"\bBRA(?:\.\w+)*\s.*`\((\.L\w+)\)")
-RANGE = re.compile(r"\bin (?:tl\.)?range\(([\w\s,]+)\)")
+RANGE = re.compile(r"\bin (?:tl\.)?range\(((?:[\w\s,]|tl\.cdiv\([\w\s,]+\))+)\)")
+NUMBER = re.compile(r"tl\.cdiv\((\w+),\s*(\w+)\)|(\w+)")
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,22 @@ def trips_of(source: str, sizes: Mapping[str, int]) -> int:
     found = RANGE.search(source)
     if found is None:
         raise ValueError(f"no range is known for the loop of line {source!r}")
-    words = [word.strip() for word in found.group(1).split(",")]
-    missing = [word for word in words if not word.isdigit() and word not in sizes]
+    missing = [word for word in re.findall(r"[\w.]+", found.group(1)) if not _is_known(word, sizes)]
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value for the loop of line {source!r}")
-    return max(1, len(range(*(int(word) if word.isdigit() else sizes[word] for word in words))))
+
+    def value(word: str) -> int:
+        return int(word) if word.isdigit() else sizes[word]
+
+    of_range = (
+        value(number) if number else -(-value(dividend) // value(divisor))
+        for dividend, divisor, number in NUMBER.findall(found.group(1))
+    )
+    return max(1, len(range(*of_range)))
+
+
+def _is_known(word: str, sizes: Mapping[str, int]) -> bool:
+    return word == "tl.cdiv" or word.isdigit() or word in sizes
 
 
 def _parse(assembly: str, line_of: Callable[[str, int], str]) -> tuple[Sequence[str], Sequence[Loop]]:

@@ -56,7 +56,8 @@ class KeyHeadRun {
     for (int64_t i = 0; i < size_; ++i) {
       convolved_.mix(i, channel, V, chunk_.value(i));
       chunk_.log_decay(i) = log_decay_of(to_float(of_token(in_.a, in_.a_token, i)[h]), w_.negative_a[h], w_.dt_bias[h]);
-      chunk_.beta(i) = step_size_of(to_float(of_token(in_.b, in_.b_token, i)[h]));
+      const float b = to_float(of_token(in_.b, in_.b_token, i)[h]);
+      chunk_.beta(i) = step_size_of(b, static_cast<float>(w_.step_scale));
     }
     chunk_.advance(runs_.states + runs_.states_of_rows[b_] * runs_.states_slot + h * K * V);
     for (int64_t i = 0; i < size_; ++i) {

@@ -20,7 +20,7 @@ struct Weights {
   const float *conv, *negative_a, *dt_bias, *norm;  // [W, C] [Hv] [Hv] [V]
   int64_t width;
   Heads heads;
-  double norm_eps, unit_eps;
+  double norm_eps, unit_eps, step_scale;
 };
 
 }  // namespace specmamba::delta_net

@@ -56,7 +56,7 @@ class KeyHead {
       mix(i, channel, V, tree_.value(i));
       const float a = to_float(of_node(in_.a, in_.a_token, i)[h]), b = to_float(of_node(in_.b, in_.b_token, i)[h]);
       tree_.log_decay(i) = log_decay_of(a, w_.negative_a[h], w_.dt_bias[h]);
-      tree_.beta(i) = step_size_of(b);
+      tree_.beta(i) = step_size_of(b, static_cast<float>(w_.step_scale));
     }
     tree_.verify({row_.state(h), K, V});
     for (int64_t i = 0; i < N; ++i) {

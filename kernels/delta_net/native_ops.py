@@ -19,7 +19,7 @@ _Weights = struct(
     "Weights",
     ["conv", "negative_a", "dt_bias", "norm"],
     ["width", *Heads._fields],
-    ["norm_eps", "unit_eps"],
+    ["norm_eps", "unit_eps", "step_scale"],
 )
 
 
@@ -67,7 +67,7 @@ def _marshal_weights(w: Weights) -> Any:
     require(w.negative_a.shape == w.dt_bias.shape == (heads.value_heads,), "decays have another shape")
     require(w.norm.shape == (heads.value_dim,), "the norm has another shape")
     pointers = (x.data_ptr() for x in (w.conv, *of_head))
-    return _Weights(*pointers, w.conv.shape[1], *heads, w.norm_eps, L2_EPS)
+    return _Weights(*pointers, w.conv.shape[1], *heads, w.norm_eps, L2_EPS, w.step_scale)
 
 
 LAYER = NativeLayer(

@@ -31,6 +31,7 @@ class Weights:
     norm_eps: float
     num_key_heads: int
     key_dim: int
+    step_scale: float = 1.0  # of beta: with 2 a step may turn the state's part along a key around (arXiv 2411.12537)
 
     @property
     def num_value_heads(self) -> int:

@@ -51,6 +51,7 @@ def extend(inputs: Inputs, weights: Weights, state: ExtendOperands) -> Tensor:
 def _tokens(mixed: Tensor, inputs: Inputs, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta of the gated delta rule, from convolved inputs [B, N, C]."""
     w = weights
-    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, w.num_key_heads, w.key_dim)
+    heads = w.num_key_heads, w.key_dim, w.step_scale
+    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, *heads)
     v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
     return q, k, v, g, beta

@@ -39,8 +39,9 @@ class DeltaChunk {
   void advance(float* state) {
     decay_.sum_up(size_);
     for (int64_t i = 0; i < size_; ++i) {
-      decay_.weigh(i, i + 1, size_, 1.0f, query_key_.row(i), weights_.row(i));
-      decay_.weigh(i, i, size_, beta_[i], key_key_.row(i), system_.row(i));
+      decay_.step_to(i);
+      decay_.weigh(i + 1, size_, 1.0f, query_key_.row(i), weights_.row(i));
+      decay_.weigh(i, size_, beta_[i], key_key_.row(i), system_.row(i));
     }
     const Matrix before{state, value_dim_};
     subtract_read(before);

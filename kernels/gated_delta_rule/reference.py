@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.state_records.operands import Records, TreePlacement
-from specmamba.kernels.state_records.reference import decay_before, finite, finite_or_nan, fold, parent_of
+from specmamba.kernels.state_records.reference import finite, finite_or_nan, fold, parent_of
 
 
 def extend(
@@ -51,9 +51,9 @@ def tree_verify(
 
     The path of a node is: checkpoint, the first num_pending[b] records, then the node's ancestors from the root.
     A node without a strict ancestor (the root, a padding node) follows the pending records directly. Records
-    between num_pending[b] and node_offset are ignored. Record node_offset + i becomes node i's k, u and the *log
-    decay of the whole path* from the checkpoint to the node inclusive, with 0 for values that are not finite: these
-    appear in the outputs of the node and its descendants, whose records are meaningless.
+    between num_pending[b] and node_offset are ignored. Record node_offset + i becomes node i's k, u and g, with 0 for
+    values that are not finite: these appear in the outputs of the node and its descendants, whose records are
+    meaningless.
 
     Returns out [B, N, Hv, V].
     """
@@ -65,20 +65,16 @@ def tree_verify(
         num_pending = torch.full((batch,), node_offset)
     after_pending = fold(state, *records, num_pending)
     for b in range(batch):
-        pending_decay = decay_before(records_decay[b], int(num_pending[b]))
         for h in range(value_heads):
             states: list[Tensor] = []
-            decays: list[Tensor] = []
             for i in range(nodes):
                 parent = parent_of(ancestors[b], i)
                 before = after_pending[b, h] if parent is None else states[parent]
-                before_decay = pending_decay[h] if parent is None else decays[parent]
                 after, u = _step(before, k[b, i, h // group], v[b, i, h], g[b, i, h], beta[b, i, h])
                 states.append(after)
-                decays.append(before_decay + g[b, i, h])
                 out[b, i, h] = after.T @ q[b, i, h // group]
                 records_u[b, node_offset + i, h] = finite(u)
-                records_decay[b, node_offset + i, h] = finite(decays[i])
+                records_decay[b, node_offset + i, h] = finite(g[b, i, h])
     records_k[:, node_offset : node_offset + nodes] = finite(k)
     return out
 

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from specmamba.kernels.state_records.operands import Records, TreePlacement
 from specmamba.kernels.state_records.torch_ops import (
+    decay_along,
+    decay_behind,
     decay_between,
     decay_inside,
     expand_heads,
@@ -45,21 +47,19 @@ def extend(
     q, k = (expand_heads(x, num_value_heads) for x in (q, k))
     q, k, v, g, beta = (_split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta[..., None]))
 
-    decay = g.squeeze(-1).cumsum(-1)  # [B, H, chunks, C]
-    exp_decay = decay.exp()[..., None]
-    above = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
-    path_decay = (decay[..., :, None] - decay[..., None, :]).masked_fill(above, -torch.inf).exp()
+    exp_decay = g.cumsum(-2).exp()  # [B, H, chunks, C, 1]
+    path_decay = decay_along(g.squeeze(-1))
     system = beta * (k @ k.mT) * path_decay  # the solver reads what is below the diagonal only
     rhs = torch.cat([beta * v, beta * exp_decay * k], -1)
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     u_without_state, state_weight = solved.split([v.shape[-1], k.shape[-1]], -1)
     inside = (q @ k.mT) * path_decay
     q = q * exp_decay
-    k = k * (decay[..., -1:] - decay).exp()[..., None]
+    k = k * path_decay[..., -1, :, None]
     last_decay = exp_decay[..., -1:, :]
 
     outputs = []
-    for c in range(decay.shape[2]):
+    for c in range(q.shape[2]):
         u = u_without_state[:, :, c] - state_weight[:, :, c] @ state
         outputs.append(q[:, :, c] @ state + inside[:, :, c] @ u)
         state = last_decay[:, :, c] * state + k[:, :, c].mT @ u
@@ -76,7 +76,7 @@ def tree_verify(
         v: [B, N, Hv, V] float32.
         g, beta: [B, N, Hv] float32.
         state: [B, Hv, K, V] float32, the checkpoint; not modified.
-        records: float32; decays are log decays of the whole path from the checkpoint to the record.
+        records: float32; decays are records' own log decays.
         placement: which records precede the root, where the nodes' own go, and which node sees which.
 
     Returns:
@@ -88,18 +88,20 @@ def tree_verify(
     k, g, beta = finite(k), finite(g), finite(beta)
     nodes = slice(node_offset, node_offset + num_nodes)
     records_k[:, nodes] = k
-    decay = path_log_decay(g, ancestors, records_decay, num_pending, node_offset)
-    records_decay[:, nodes] = decay
+    records_decay[:, nodes] = g
+    path = path_log_decay(g, ancestors)  # [B, N, H]
+    if node_offset:
+        behind, before_root = decay_behind(records_decay[:, :node_offset], num_pending)
 
     keys = expand_heads(records_k[:, : nodes.stop], num_value_heads).transpose(1, 2)  # [B, H, R', K]
     q, k = (expand_heads(x, num_value_heads).transpose(1, 2) for x in (q, k))
     qk = torch.cat([q, k], 2)  # one product reads the checkpoint for both
     both = (2, num_nodes)  # how the joint rows split
-    decay = decay.transpose(1, 2)  # [B, H, N]
-    read = (qk @ state).unflatten(2, both) * decay.exp()[:, :, None, :, None]
+    whole = (path + before_root if node_offset else path).transpose(1, 2)  # [B, H, N]
+    read = (qk @ state).unflatten(2, both) * whole.exp()[:, :, None, :, None]
     scores = (qk @ keys.mT).unflatten(2, both)  # [B, H, 2, N, R']
     if node_offset:
-        between = decay_between(decay, records_decay[:, :node_offset], num_pending)
+        between = decay_between(path.transpose(1, 2), behind, num_pending)
         pending = scores[..., :node_offset] * between[:, :, None]
         read = read + (pending.flatten(2, 3) @ records_u[:, :node_offset].transpose(1, 2)).unflatten(2, both)
 
@@ -109,7 +111,7 @@ def tree_verify(
     u = beta * (v.transpose(1, 2) - k_read)
     flaws, u = flaws + flaw(u), finite(u)
     if num_nodes > 1:
-        inside = decay_inside(decay, ancestors)
+        inside = decay_inside(g, ancestors)
         u = torch.linalg.solve_triangular(beta * k_scores * inside, u, upper=False, unitriangular=True)
         q_scores = q_scores * inside
     records_u[:, nodes] = finite(u).transpose(1, 2)

@@ -68,6 +68,7 @@ class HeadTree {
   // Called after the rest is filled in: outputs, and updates and decays of the nodes. Ancestors come before their
   // descendants, so every update that is read is final.
   void verify(const StateView& state) {
+    paths_.start();
     read_all(rows_.data(), 2 * nodes_, state, read_.data());
     for (int64_t i = 0; i < nodes_; ++i) {
       weigh(i);

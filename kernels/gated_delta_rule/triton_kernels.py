@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-from specmamba.kernels.state_records.triton_kernels import advance, as_stored, finite, not_finite, path_decay
+from specmamba.kernels.state_records.triton_kernels import (
+    advance,
+    as_stored,
+    decay_behind,
+    decays_to_last,
+    finite,
+    not_finite,
+    path_decay,
+)
 
 
 @triton.jit
@@ -62,9 +70,38 @@ def inverse(system, PARTS: tl.constexpr):
 
 @triton.jit
 def decays(log_decay, precedes):
-    """e^(G_i - G_j) where j precedes i, else 0; masked before exp: elsewhere it overflows."""
-    between = tl.where(precedes, log_decay[:, None] - log_decay[None, :], 0.0)
+    """Decay from token j to token i of a chunk where j precedes i, else 0; ``log_decay``: tokens' own.
+
+    What lies between the two is summed up, and is no difference of sums: behind a strong decay these have lost the
+    digits of weak ones.
+    """
+    at = tl.arange(0, log_decay.shape[0])
+    lies_behind = tl.where(at[:, None] > at[None, :], 1.0, 0.0)
+    between = tl.dot(tl.where(precedes, log_decay[None, :], 0.0), lies_behind, input_precision="ieee")
     return tl.where(precedes, tl.exp(between), 0.0)
+
+
+@triton.jit
+def tree_decays(g, num_heads, ancestors, node_stride, sees, num_nodes, BLOCK_RECORDS: tl.constexpr):
+    """The same between nodes of a tree, of which ``sees`` [I, J] says which precede; BLOCK_RECORDS nodes at a time.
+
+    ``g``: the first node's log decay, of one head; ``ancestors``: of one row.
+    """
+    at_n = tl.arange(0, sees.shape[0])
+    is_n = at_n < num_nodes
+    between = tl.zeros(sees.shape, tl.float32)
+    for first in range(0, num_nodes, BLOCK_RECORDS):
+        at = first + tl.arange(0, BLOCK_RECORDS)
+        is_node = at < num_nodes
+        own = finite(tl.load(g + at * num_heads, mask=is_node, other=0.0))
+        seen_at = ancestors + at_n[:, None] * node_stride + at[None, :]
+        is_on_path = tl.load(seen_at, mask=is_n[:, None] & is_node[None, :], other=0) != 0
+        behind_at = ancestors + at[:, None] * node_stride + at_n[None, :]
+        lies_behind = tl.load(behind_at, mask=is_node[:, None] & is_n[None, :], other=0) != 0
+        lies_behind &= at[:, None] != at_n[None, :]
+        own_on_path = tl.where(is_on_path, own[None, :], 0.0)
+        between += tl.dot(own_on_path, tl.where(lies_behind, 1.0, 0.0), input_precision="ieee")
+    return tl.where(sees, tl.exp(between), 0.0)
 
 
 @triton.jit(do_not_specialize=["node_offset", "padding_slot"])
@@ -122,7 +159,7 @@ def root_kernel(
     updates = records_u + ring * updates_row_stride + head * updates_head_stride
     decay = records_decay + ring * decay_row_stride + head
     count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
-    total = path_decay(decay, count, decay_record_stride)
+    total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
 
     state_at = states + slot * state_slot_stride + head * state_head_stride
     state_at += at_k[:, None] * state_key_stride + at_v[None, :]
@@ -164,11 +201,11 @@ def root_kernel(
     to_root = tl.exp(total)
     q_read = tl.sum(q_root[:, None] * state, 0) * to_root
     k_read = tl.sum(k_root[:, None] * state, 0) * to_root
-    for first in range(0, count, BLOCK_RECORDS):
-        at = first + tl.arange(0, BLOCK_RECORDS)
+    behind = 0.0
+    for block in range(tl.cdiv(count, BLOCK_RECORDS)):
+        at, to_last, behind = decays_to_last(decay, count, decay_record_stride, block, behind, BLOCK_RECORDS)
         is_pending = at < count
-        between = total - tl.load(decay + at * decay_record_stride, mask=is_pending, other=0.0)
-        weight = tl.where(is_pending, tl.exp(tl.where(is_pending, between, 0.0)), 0.0)
+        weight = tl.where(is_pending, tl.exp(to_last), 0.0)
         key_at = keys + at[:, None] * keys_record_stride + at_k[None, :]
         key = tl.load(key_at, mask=is_pending[:, None] & is_k[None, :], other=0.0)
         update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
@@ -185,7 +222,7 @@ def root_kernel(
 
     tl.store(updates + node_offset * updates_record_stride + at_v, u, mask=is_v)
     if tl.program_id(0) == 0:
-        tl.store(decay + node_offset * decay_record_stride, finite(total + g_root))
+        tl.store(decay + node_offset * decay_record_stride, g_root)
         if head % GROUP == 0:
             tl.store(keys + node_offset * keys_record_stride + at_k, k_root, mask=is_k)
 
@@ -258,7 +295,7 @@ def tree_kernel(
     updates = records_u + ring * updates_row_stride + head * updates_head_stride
     decay = records_decay + ring * decay_row_stride + head
     count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
-    total = path_decay(decay, count, decay_record_stride)
+    total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
     is_folded = False
     if folds is not None:
         is_folded = tl.load(folds + row) & (count > 0)
@@ -276,11 +313,11 @@ def tree_kernel(
         q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
         num_unfolded = tl.where(is_folded, 0, count)
-        for first_record in range(0, num_unfolded, BLOCK_RECORDS):
-            at = first_record + tl.arange(0, BLOCK_RECORDS)
+        behind = 0.0
+        for block in range(tl.cdiv(num_unfolded, BLOCK_RECORDS)):
+            at, to_last, behind = decays_to_last(decay, count, decay_record_stride, block, behind, BLOCK_RECORDS)
             is_pending = at < count
-            to_last = total - tl.load(decay + at * decay_record_stride, mask=is_pending, other=0.0)
-            weight = tl.where(is_pending, tl.exp(tl.where(is_pending, to_last, 0.0)), 0.0)
+            weight = tl.where(is_pending, tl.exp(to_last), 0.0)
             q_old = tl.zeros((BLOCK_NODES, BLOCK_RECORDS), tl.float32)
             k_old = tl.zeros((BLOCK_NODES, BLOCK_RECORDS), tl.float32)
             for first_key in range(0, KEY_DIM, BLOCK_KEYS):
@@ -310,11 +347,13 @@ def tree_kernel(
         if PARTS != "none":  # pending records are read beside the state, unless they go into it: that is exact
             state *= tl.exp(total)
             if is_folded:
-                for j in range(count):
-                    weight = tl.exp(total - tl.load(decay + j * decay_record_stride))
+                to_last = 0.0
+                for i in range(count):
+                    j = count - 1 - i
                     key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
                     update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
-                    state += key[:, None] * (update * weight)[None, :]
+                    state += key[:, None] * (update * tl.exp(to_last))[None, :]
+                    to_last += tl.load(decay + j * decay_record_stride)
         else:
             state = advance(
                 state,
@@ -350,7 +389,9 @@ def tree_kernel(
         q_k += product(q_part, tl.trans(k_part), PARTS)
         k_k += product(k_part, tl.trans(k_part), PARTS)
 
-    between = decays(log_decay, sees)
+    of_row = ancestors + row * ancestors_row_stride
+    g_of_row = g + row * num_nodes * num_heads + head
+    between = tree_decays(g_of_row, num_heads, of_row, ancestors_node_stride, sees, num_nodes, BLOCK_RECORDS)
     of_state = tl.exp(log_decay)[:, None]
     v_at = v + row * v_row_stride + head * v_head_stride + at_n[:, None] * v_node_stride + at_v[None, :]
     u = finite(beta_raw)[:, None] * (tl.load(v_at, mask=in_values, other=0.0) - of_state * k_read)
@@ -364,8 +405,7 @@ def tree_kernel(
     flaws = not_finite(flaws + tl.sum(u * 0.0, 1))
     u = finite(u)
     tl.store(updates + record[:, None] * updates_record_stride + at_v[None, :], u, mask=in_values)
-    path = finite(log_decay + tl.where(is_folded, 0.0, total))
-    tl.store(decay + record * decay_record_stride, path, mask=at_n < num_kept)
+    tl.store(decay + record * decay_record_stride, finite(g_raw), mask=at_n < num_kept)
 
     result = of_state * q_read + product(tl.where(sees, finite(q_k) * between, 0.0), u, PARTS)
     affected = tl.sum(tl.where(sees, flaws[None, :], 0.0), 1)
@@ -417,6 +457,7 @@ def chain_kernel(
     BLOCK_NODES: tl.constexpr,  # no fewer than there are nodes
     BLOCK_KEYS: tl.constexpr,  # all keys
     BLOCK_VALUES: tl.constexpr,
+    BLOCK_RECORDS: tl.constexpr,
 ):
     """Chains: the recurrence itself, node after node, on a state that stays in registers from its one read on."""
     row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -434,25 +475,25 @@ def chain_kernel(
     updates = records_u + ring * updates_row_stride + head * updates_head_stride
     decay = records_decay + ring * decay_row_stride + head
     count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
-    total = path_decay(decay, count, decay_record_stride)
+    total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
 
     state_at = states + slot * state_slot_stride + head * state_head_stride
     state_at += at_k[:, None] * state_key_stride + at_v[None, :]
     in_state = is_k[:, None] & is_v[None, :]
     state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32) * tl.exp(total)
-    for j in range(count):
-        weight = tl.exp(total - tl.load(decay + j * decay_record_stride))
+    to_last = 0.0
+    for i in range(count):  # the last record first: what lies behind one is then known when it is added
+        j = count - 1 - i
         key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
         update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
-        state += key[:, None] * (update * weight)[None, :]
-    path = total
+        state += key[:, None] * (update * tl.exp(to_last))[None, :]
+        to_last += tl.load(decay + j * decay_record_stride)
     if folds is not None:
         is_folded = tl.load(folds + row) & (count > 0)
         if is_folded:
             stored = as_stored(state, states.dtype.element_ty)
             tl.store(state_at, stored, mask=in_state)
             state = stored.to(tl.float32)  # as the next verify will read it
-        path = tl.where(is_folded, 0.0, total)
 
     q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_k
     k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_k
@@ -475,10 +516,10 @@ def chain_kernel(
         out_at = out + (token + i * num_heads) * VALUE_DIM + at_v
         tl.store(out_at, tl.where(flaws > 0, float("nan"), result), mask=is_v)
 
-        record, path = node_offset + i, path + g_node
+        record = node_offset + i
         tl.store(updates + record * updates_record_stride + at_v, u, mask=is_v)
         if is_first:
-            tl.store(decay + record * decay_record_stride, finite(path))
+            tl.store(decay + record * decay_record_stride, g_node)
             if head % GROUP == 0:
                 tl.store(keys + record * keys_record_stride + at_k, k_node, mask=is_k)
 
@@ -631,7 +672,7 @@ def extend_kernel(
             q_k += tl.dot(q_part, tl.trans(k_part), input_precision="ieee")
             k_k += tl.dot(k_part, tl.trans(k_part), input_precision="ieee")
 
-        between = decays(log_decay, is_below)
+        between = decays(g_chunk, is_below)
         of_state = tl.exp(log_decay)[:, None]
         system = tl.where(at_c[:, None] > at_c[None, :], beta_chunk[:, None] * k_k * between, 0.0)
         u = solve(system, beta_chunk[:, None] * (v_chunk - of_state * k_read), BLOCK_TOKENS - 1)
@@ -639,7 +680,7 @@ def extend_kernel(
         tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], result, mask=in_values)
 
         tl.debug_barrier()  # all threads have read the state
-        to_last, whole = tl.exp(last - log_decay), tl.exp(last)
+        to_last, whole = tl.exp(decay_behind(g_chunk, at_c)), tl.exp(last)
         for first_key in range(0, KEY_DIM, BLOCK_KEYS):
             at_k = first_key + tl.arange(0, BLOCK_KEYS)
             is_k = at_k < KEY_DIM

@@ -117,7 +117,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     native=lambda mixed, a, _, negative_a, dt_bias, *__: native_ops.can_take(a, mixed, negative_a, dt_bias),
 )
 def delta_inputs(
-    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    step_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unit queries and keys, log decays and step sizes for the gated delta rule (arXiv 2412.06464, section 3.4).
 
@@ -126,6 +133,7 @@ def delta_inputs(
         a, b: [B, L, Hv].
         negative_a, dt_bias: [Hv] float32.
         num_key_heads, key_dim: Hk, K.
+        step_scale: factor of beta.
 
     Returns:
         q (scaled by K**-0.5) and k [B, L, Hk, K], g and beta [B, L, Hv], all float32.
@@ -133,4 +141,4 @@ def delta_inputs(
     Raises:
         ValueError: the operands differ in batch, length or heads (native form).
     """
-    return torch_ops.delta_inputs(mixed, a, b, negative_a, dt_bias, num_key_heads, key_dim)
+    return torch_ops.delta_inputs(mixed, a, b, negative_a, dt_bias, num_key_heads, key_dim, step_scale)

@@ -56,6 +56,6 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 // Of the gated delta rule, from what the projections say of a token: how much of the state is left, and how much of the
 // new value is written.
 inline float log_decay_of(float a, float negative_a, float dt_bias) { return negative_a * softplus(a + dt_bias); }
-inline float step_size_of(float b) { return sigmoid(b); }
+inline float step_size_of(float b, float scale) { return scale * sigmoid(b); }
 
 }  // namespace specmamba

@@ -76,7 +76,7 @@ struct DeltaInputs {
   const float *negative_a, *dt_bias;  // [value_heads]
   float *q, *k, *g, *beta;     // [tokens, key_heads, key_dim] twice, [tokens, value_heads] twice
   int64_t tokens, channels, gates_stride, key_heads, key_dim, value_heads;
-  double eps;
+  double eps, step_scale;
 };
 
 void unit_heads(const DeltaInputs& p, const float* x, float* y, float factor) {
@@ -87,14 +87,14 @@ void unit_heads(const DeltaInputs& p, const float* x, float* y, float factor) {
 template <typename T>
 void run_delta_inputs(const DeltaInputs& p, int num_threads) {
   const int64_t size = p.key_heads * p.key_dim;
-  const float q_factor = query_factor(p.key_dim);
+  const float q_factor = query_factor(p.key_dim), step_scale = static_cast<float>(p.step_scale);
   for_tokens(p.tokens, 2 * size, num_threads, [&](int64_t t) {
     unit_heads(p, p.mixed + t * p.channels, p.q + t * size, q_factor);
     unit_heads(p, p.mixed + t * p.channels + size, p.k + t * size, 1.0f);
     const T *a = static_cast<const T*>(p.a) + t * p.gates_stride, *b = static_cast<const T*>(p.b) + t * p.gates_stride;
     for (int64_t h = 0; h < p.value_heads; ++h) {
       p.g[t * p.value_heads + h] = log_decay_of(to_float(a[h]), p.negative_a[h], p.dt_bias[h]);
-      p.beta[t * p.value_heads + h] = step_size_of(to_float(b[h]));
+      p.beta[t * p.value_heads + h] = step_size_of(to_float(b[h]), step_scale);
     }
   });
 }

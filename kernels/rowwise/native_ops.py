@@ -28,7 +28,7 @@ _DeltaInputs = struct(
     "DeltaInputs",
     ["mixed", "a", "b", "negative_a", "dt_bias", "q", "k", "g", "beta"],
     ["tokens", "channels", "gates_stride", "key_heads", "key_dim", "value_heads"],
-    ["eps"],
+    ["eps", "step_scale"],
 )
 
 
@@ -130,7 +130,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def delta_inputs(
-    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    step_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One call for all four results."""
     batch, length, value_heads = a.shape
@@ -146,7 +153,7 @@ def delta_inputs(
     arguments = _DeltaInputs(
         *(x.data_ptr() for x in (mixed, a, b, negative_a, dt_bias, q, k, g, beta)),
         *(batch * length, mixed.shape[2], a_stride, num_key_heads, key_dim, value_heads),
-        L2_EPS,
+        *(L2_EPS, step_scale),
     )
     library.required(code()).rowwise_delta_inputs(arguments, a.dtype is torch.bfloat16, torch.get_num_threads())
     return q, k, g, beta

@@ -54,20 +54,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def delta_inputs(
-    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    step_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of the gated delta rule: unit keys and queries, log decays and step sizes.
 
     mixed [B, L, C], of which the first 2 Hk K channels are queries and keys; a, b [B, L, Hv]; negative_a, dt_bias [Hv].
 
     Returns q = query / |query| / sqrt(K) and k = key / |key| [B, L, Hk, K], g = negative_a softplus(a + dt_bias) and
-    beta = sigmoid(b) [B, L, Hv], all in mixed's dtype. Lengths have 1e-6 under the root.
+    beta = step_scale sigmoid(b) [B, L, Hv], all in mixed's dtype. Lengths have 1e-6 under the root.
     """
     size = num_key_heads * key_dim
     q, k = (x.unflatten(-1, (num_key_heads, key_dim)) for x in mixed[..., : 2 * size].split(size, -1))
     q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     g = negative_a * torch.log1p(torch.exp(a.to(mixed.dtype) + dt_bias))
-    return q * key_dim**-0.5, k, g.to(mixed.dtype), 1 / (1 + torch.exp(-b.to(mixed.dtype)))
+    return q * key_dim**-0.5, k, g.to(mixed.dtype), step_scale / (1 + torch.exp(-b.to(mixed.dtype)))
 
 
 def _widened(x: Tensor) -> Tensor:

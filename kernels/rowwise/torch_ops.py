@@ -51,12 +51,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def delta_inputs(
-    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    step_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries and keys are normalised together."""
     qk = mixed[..., : 2 * num_key_heads * key_dim].unflatten(-1, (2, num_key_heads, key_dim))
     q, k = (qk * _inverse_root(qk, 1.0, L2_EPS)).unbind(2)
-    return q * key_dim**-0.5, k, negative_a * F.softplus(a + dt_bias), b.float().sigmoid()
+    beta = b.float().sigmoid()
+    beta = beta if step_scale == 1.0 else beta * step_scale
+    return q * key_dim**-0.5, k, negative_a * F.softplus(a + dt_bias), beta
 
 
 def _inverse_root(x: Tensor, factor: float, eps: float) -> Tensor:

@@ -156,6 +156,7 @@ def delta_inputs_kernel(
     num_value_heads,
     query_scale,
     eps,
+    step_scale,
     mixed_stride_b,
     mixed_stride_t,
     a_stride_b,
@@ -189,7 +190,7 @@ def delta_inputs_kernel(
         rate = tl.load(negative_a + values, mask=is_value, other=0.0).to(tl.float32)
         own = token * num_value_heads + values
         tl.store(g + own, rate * softplus(decay), mask=is_value)
-        tl.store(beta + own, sigmoid(step), mask=is_value)
+        tl.store(beta + own, step_scale * sigmoid(step), mask=is_value)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "length", "stride_b"])

@@ -128,7 +128,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def delta_inputs(
-    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    step_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch for all four results."""
     batch, length, value_heads = a.shape
@@ -143,7 +150,7 @@ def delta_inputs(
         launch(
             *(kernels.delta_inputs_kernel, grid, tile, _delta_constants(tile, value_heads)),
             *(mixed, a, b, dense(negative_a), dense(dt_bias), q, k, g, beta, length),
-            *(num_key_heads, key_dim, value_heads, key_dim**-0.5, L2_EPS),
+            *(num_key_heads, key_dim, value_heads, key_dim**-0.5, L2_EPS, step_scale),
             *(*mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2]),
         )
     return q, k, g, beta

@@ -33,7 +33,10 @@ class GroupChunk {
   // Called after updates and log decays are filled in: outputs, and the state [S, P] after the chunk.
   void advance(float* state) {
     decay_.sum_up(size_);
-    for (int64_t i = 0; i < size_; ++i) decay_.weigh(i, i + 1, size_, 1.0f, c_b_.row(i), weights_.row(i));
+    for (int64_t i = 0; i < size_; ++i) {
+      decay_.step_to(i);
+      decay_.weigh(i + 1, size_, 1.0f, c_b_.row(i), weights_.row(i));
+    }
     put_outputs(decay_, c_.matrix(), {state, head_dim_}, weights_.matrix(), update_.matrix(), size_, output_,
                 {state_dim_, head_dim_});
     put_state(decay_, b_.transposed(), size_, update_, state, {state_dim_, head_dim_});

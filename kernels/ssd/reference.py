@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.state_records.operands import Records, TreePlacement
-from specmamba.kernels.state_records.reference import decay_before, finite, finite_or_nan, fold, parent_of
+from specmamba.kernels.state_records.reference import finite, finite_or_nan, fold, parent_of
 
 
 def extend(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,9 +51,8 @@ def tree_verify(
 
     The path of a node is: checkpoint, the first num_pending[i] records, then the node's ancestors from the root. A node
     without a strict ancestor (the root, a padding node) follows the pending records directly. Records between
-    num_pending[i] and node_offset are ignored. Record node_offset + n becomes node n's b, u and the *log decay of the
-    whole path* from the checkpoint to the node inclusive, with 0 for values that are not finite: these appear in the
-    outputs of the node and its descendants, whose records are meaningless.
+    num_pending[i] and node_offset are ignored. Record node_offset + n becomes node n's b, u and g, with 0 for values
+    that are not finite: these appear in the outputs of the node and its descendants, whose records are meaningless.
 
     Returns out [B, N, H, P].
     """
@@ -65,18 +64,14 @@ def tree_verify(
         num_pending = torch.full((batch,), node_offset)
     after_pending = fold(state, *records, num_pending)
     for i in range(batch):
-        pending_decay = decay_before(records_decay[i], int(num_pending[i]))
         for h in range(heads):
             states: list[Tensor] = []
-            decays: list[Tensor] = []
             for n in range(nodes):
                 parent = parent_of(ancestors[i], n)
                 before = after_pending[i, h] if parent is None else states[parent]
-                before_decay = pending_decay[h] if parent is None else decays[parent]
                 states.append(_step(before, b[i, n, h // per_group], u[i, n, h], g[i, n, h]))
-                decays.append(before_decay + g[i, n, h])
                 out[i, n, h] = states[n].T @ c[i, n, h // per_group]
-                records_decay[i, node_offset + n, h] = finite(decays[n])
+                records_decay[i, node_offset + n, h] = finite(g[i, n, h])
     records_b[:, node_offset : node_offset + nodes] = finite(b)
     records_u[:, node_offset : node_offset + nodes] = finite(u)
     return out

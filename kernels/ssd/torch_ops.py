@@ -7,6 +7,8 @@ from torch import Tensor
 
 from specmamba.kernels.state_records.operands import Records, TreePlacement
 from specmamba.kernels.state_records.torch_ops import (
+    decay_along,
+    decay_behind,
     decay_between,
     decay_inside,
     expand_heads,
@@ -54,13 +56,11 @@ def _extend_chunk(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor) -> 
     batch, length, num_heads = g.shape
     groups, _, per_group, dim = state.shape[1:]
     c, b = c.transpose(1, 2), b.transpose(1, 2)  # [B, G, C, S]
-    decay = g.cumsum(1)  # [B, C, H]
-    path_decay = decay.transpose(1, 2)[..., None] - decay.transpose(1, 2)[..., None, :]
-    above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
-    path_decay = path_decay.masked_fill_(above, -torch.inf).exp_().unflatten(1, (groups, per_group))
-    inside = (path_decay * (c @ b.mT)[:, :, None]).flatten(1, 2) @ u.transpose(1, 2)  # [B, H, C, P]
+    path_decay = decay_along(g.transpose(1, 2))  # [B, H, C, C]
+    weights = path_decay.unflatten(1, (groups, per_group)) * (c @ b.mT)[:, :, None]
+    inside = weights.flatten(1, 2) @ u.transpose(1, 2)  # [B, H, C, P]
 
-    left, exp_decay = (decay[:, -1:] - decay).exp()[..., None], decay.exp()
+    left, exp_decay = path_decay[:, :, -1].transpose(1, 2)[..., None], g.cumsum(1).exp()
     read = (c @ state.flatten(3)).view(batch, groups, length, per_group, dim).transpose(1, 2)
     out = (read.reshape(batch, length, num_heads, dim) * exp_decay[..., None]).add_(inside.transpose(1, 2))
     added = b.mT @ (u * left).view(batch, length, groups, -1).transpose(1, 2)  # [B, G, S, H / G * P]
@@ -78,7 +78,7 @@ def tree_verify(
         u: [B, N, H, P] float32, dt x.
         g: [B, N, H] float32, log decay.
         state: [B, H, S, P] float32, the checkpoint; not modified.
-        records: float32, with b [B, R, G, S] as k; decays are log decays of the whole path from the checkpoint.
+        records: float32, with b [B, R, G, S] as k; decays are records' own log decays.
         placement: which records precede the root, where the nodes' own go, and which node sees which.
 
     Returns:
@@ -90,19 +90,21 @@ def tree_verify(
     b, u, g = finite(b), finite(u), finite(g)
     nodes = slice(node_offset, node_offset + num_nodes)
     records_b[:, nodes], records_u[:, nodes] = b, u
-    decay = path_log_decay(g, ancestors, records_decay, num_pending, node_offset)
-    records_decay[:, nodes] = decay
+    records_decay[:, nodes] = g
+    path = path_log_decay(g, ancestors)  # [B, N, H]
+    if node_offset:
+        behind, before_root = decay_behind(records_decay[:, :node_offset], num_pending)
 
     of_groups = c.transpose(1, 2) @ records_b[:, : nodes.stop].permute(0, 2, 3, 1)  # [B, G, N, R']
     scores = of_groups.repeat_interleave(num_heads // c.shape[2], 1)  # [B, H, N, R']
-    c, decay = expand_heads(c, num_heads).transpose(1, 2), decay.transpose(1, 2)
-    out = (c @ state) * decay.exp()[..., None]
+    whole = (path + before_root if node_offset else path).transpose(1, 2)  # [B, H, N]
+    out = (expand_heads(c, num_heads).transpose(1, 2) @ state) * whole.exp()[..., None]
     if node_offset:
-        pending = scores[..., :node_offset] * decay_between(decay, records_decay[:, :node_offset], num_pending)
+        pending = scores[..., :node_offset] * decay_between(path.transpose(1, 2), behind, num_pending)
         out = out + pending @ records_u[:, :node_offset].transpose(1, 2)
     own = scores[..., node_offset:]
     if num_nodes > 1:
-        own = own * decay_inside(decay, ancestors)
+        own = own * decay_inside(g, ancestors)
     own = own + flaws_inside(flaws, ancestors)
     return (out + own @ u.transpose(1, 2)).transpose(1, 2)
 

@@ -58,6 +58,7 @@ class GroupTree {
 
   // Called after the rest is filled in: outputs, and decays of the nodes.
   void verify(const StateView& state) {
+    paths_.start();
     read_all(rows_.data(), nodes_, state, read_.data());
     for (int64_t i = 0; i < nodes_; ++i) {
       const float whole_decay = paths_.advance(i);

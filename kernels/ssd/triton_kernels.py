@@ -8,6 +8,8 @@ records or nodes: a float32 product holds its operands in registers, and so must
 import triton
 import triton.language as tl
 
+from specmamba.kernels.state_records.triton_kernels import decay_behind, decays_to_last, path_decay
+
 
 @triton.jit
 def _vectors(base, index, stride, lanes, num_vectors, num_lanes):
@@ -59,12 +61,6 @@ def _pending_of(batch, num_pending, node_offset, folds):
 
 
 @triton.jit
-def _last_decay(kept_decay, stride, pending):
-    """Log decay from the checkpoint to the last pending record; 0 without one."""
-    return tl.load(kept_decay + (pending - 1).to(tl.int64) * stride, mask=pending > 0, other=0.0)
-
-
-@triton.jit
 def _advance(
     state, kept_b, kept_u, kept_decay, pending, last_decay, lanes, columns,
     kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride,
@@ -72,13 +68,12 @@ def _advance(
 ):  # fmt: skip
     """Some lanes of a state [S, P] advanced over its pending records."""
     state *= tl.exp(last_decay)
-    for first in range(0, pending, RECORDS):
-        j = first + tl.arange(0, RECORDS)
-        at = kept_decay + j.to(tl.int64) * kept_decay_record_stride
-        decay = tl.load(at, mask=j < pending, other=float("inf"))
+    behind = 0.0
+    for block in range(tl.cdiv(pending, RECORDS)):
+        j, to_last, behind = decays_to_last(kept_decay, pending, kept_decay_record_stride, block, behind, RECORDS)
         b = _vectors(kept_b, j, kept_b_record_stride, lanes, pending, STATE_DIM)
-        u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM) * tl.exp(last_decay - decay)[:, None]
-        state += tl.dot(tl.trans(b), u, input_precision="ieee")
+        u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM)
+        state += tl.dot(tl.trans(b), u * tl.exp(to_last)[:, None], input_precision="ieee")
     return state
 
 
@@ -95,6 +90,23 @@ def _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES: tl.constexpr):
     j = tl.arange(0, NODES)
     of_nodes = tl.load(g + j * g_node_stride, mask=j < num_nodes, other=0.0)
     return tl.sum(tl.where(_sees(ancestors, i, j, num_nodes), _finite(of_nodes)[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES: tl.constexpr, RECORDS: tl.constexpr):
+    """Decay from node j to node i that sees it, else 0: [I, J], of RECORDS nodes j.
+
+    What lies between the two is summed up, and is no difference of sums from the root on: behind a strong decay these
+    have lost the digits of weak ones.
+    """
+    between = tl.zeros([NODES, RECORDS], tl.float32)
+    for first in range(0, num_nodes, RECORDS):
+        n = first + tl.arange(0, RECORDS)
+        own = _finite(tl.load(g + n * g_node_stride, mask=n < num_nodes, other=0.0))
+        is_behind = _sees(ancestors, n, j, num_nodes) & (n[:, None] != j[None, :])
+        on_path = tl.where(_sees(ancestors, i, n, num_nodes), own[None, :], 0.0)
+        between += tl.dot(on_path, tl.where(is_behind, 1.0, 0.0), input_precision="ieee")
+    return tl.where(_sees(ancestors, i, j, num_nodes), tl.exp(between), 0.0)
 
 
 @triton.jit
@@ -159,7 +171,7 @@ def tree_verify(
     u, g = u + batch * u_batch_stride + head * u_head_stride, g + batch * g_batch_stride + head
     ancestors += batch * num_nodes * num_nodes
     pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
-    last_decay = _last_decay(kept_decay, kept_decay_record_stride, pending)
+    last_decay = path_decay(kept_decay, pending, kept_decay_record_stride, RECORDS)
 
     total = tl.zeros([NODES, COLUMNS], tl.float32)
     for first in range(0, STATE_DIM, LANES):
@@ -177,21 +189,19 @@ def tree_verify(
             state = stored.to(tl.float32)
         of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
         total += tl.dot(of_c, state, input_precision="ieee")
-    before_root = tl.where(is_folding, 0.0, last_decay)
-    decay = _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES) + before_root
-    total *= tl.exp(decay)[:, None]
+    decay = _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES)  # from the pending records on
+    total *= tl.exp(decay + tl.where(is_folding, 0.0, last_decay))[:, None]
 
     for start in range(0, num_nodes, RECORDS):
         j = start + tl.arange(0, RECORDS)
-        before = _log_decay(ancestors, g, g_node_stride, j, num_nodes, NODES) + before_root
+        own = tl.load(g + j * g_node_stride, mask=j < num_nodes, other=0.0)
         of_u = _vectors(u, j, u_node_stride, columns, num_nodes, HEAD_DIM)
+        between = _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES, RECORDS)
         scores, flaws = _scores(
             c, i, c_node_stride, num_nodes, b, j, b_node_stride, num_nodes, STATE_DIM, NODES, LANES, RECORDS
         )
-        flaws += tl.sum(_flaw(of_u), axis=1) + _flaw(tl.load(g + j * g_node_stride, mask=j < num_nodes, other=0.0))
+        flaws += tl.sum(_flaw(of_u), axis=1) + _flaw(own)
         of_u, is_seen = _finite(of_u), _sees(ancestors, i, j, num_nodes)
-        # masked before exp: off the path differences overflow
-        between = tl.exp(tl.where(is_seen, decay[:, None] - before[None, :], float("-inf")))
         weights = scores * between + tl.where(is_seen, flaws[None, :], 0.0)
         total += tl.dot(weights, of_u, input_precision="ieee")
 
@@ -199,19 +209,19 @@ def tree_verify(
         in_record = (j < num_nodes)[:, None] & in_columns[None, :]
         tl.store(kept_u + record[:, None] * kept_u_record_stride + columns[None, :], of_u, mask=in_record)
         if block == 0:
-            tl.store(kept_decay + record * kept_decay_record_stride, before, mask=j < num_nodes)
+            tl.store(kept_decay + record * kept_decay_record_stride, _finite(own), mask=j < num_nodes)
     if (block == 0) & (head % heads_per_group == 0):
         _keep(b, b_node_stride, kept_b, kept_b_record_stride, i, node_offset, num_nodes, STATE_DIM, LANES)
 
-    for start in range(0, tl.where(is_folding, 0, pending), RECORDS):
-        j = start + tl.arange(0, RECORDS)
-        at = kept_decay + j.to(tl.int64) * kept_decay_record_stride
-        before = tl.load(at, mask=j < pending, other=float("inf"))
+    behind = 0.0
+    for part in range(tl.where(is_folding, 0, tl.cdiv(pending, RECORDS))):
+        j, to_last, behind = decays_to_last(kept_decay, pending, kept_decay_record_stride, part, behind, RECORDS)
+        between = tl.exp(decay[:, None] + to_last[None, :])
         of_u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM)
         scores, _ = _scores(
             c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending, STATE_DIM, NODES, LANES, RECORDS
         )
-        total += tl.dot(scores * tl.exp(decay[:, None] - before[None, :]), of_u, input_precision="ieee")
+        total += tl.dot(scores * between, of_u, input_precision="ieee")
     tl.store(out, total, mask=in_out)
 
 
@@ -249,14 +259,15 @@ def root_verify(
     u = tl.load(u + batch * u_batch_stride + head * u_head_stride + columns, mask=in_columns, other=0.0)
     g = tl.load(g + batch * g_batch_stride + head)
     pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
-    last_decay = _last_decay(kept_decay, kept_decay_record_stride, pending)
+    last_decay = path_decay(kept_decay, pending, kept_decay_record_stride, RECORDS)
     flaw = _flaw(g) + tl.sum(_flaw(b), axis=0) + tl.sum(_flaw(u), axis=0)
-    b, u, decay = _finite(b), _finite(u), _finite(g) + tl.where(is_folding, 0.0, last_decay)
+    b, u, own = _finite(b), _finite(u), _finite(g)
+    decay = own + tl.where(is_folding, 0.0, last_decay)
 
     record = node_offset.to(tl.int64)
     tl.store(kept_u + record * kept_u_record_stride + columns, u, mask=in_columns)
     if block == 0:
-        tl.store(kept_decay + record * kept_decay_record_stride, decay)
+        tl.store(kept_decay + record * kept_decay_record_stride, own)
         if head % heads_per_group == 0:
             tl.store(kept_b + record * kept_b_record_stride + lanes, b, mask=in_lanes)
 
@@ -269,13 +280,13 @@ def root_verify(
         tl.store(place, stored, mask=in_state)
         state = stored.to(tl.float32)
     total = tl.sum(c[:, None] * state, axis=0) * tl.exp(decay) + (tl.sum(c * b, axis=0) + flaw) * u
-    for start in range(0, tl.where(is_folding, 0, pending), RECORDS):
-        j = start + tl.arange(0, RECORDS)
-        at = kept_decay + j.to(tl.int64) * kept_decay_record_stride
-        before = tl.load(at, mask=j < pending, other=float("inf"))
+    behind = own
+    for part in range(tl.where(is_folding, 0, tl.cdiv(pending, RECORDS))):
+        j, to_root, behind = decays_to_last(kept_decay, pending, kept_decay_record_stride, part, behind, RECORDS)
+        between = tl.exp(to_root)
         of_b = _vectors(kept_b, j, kept_b_record_stride, lanes, pending, STATE_DIM)
         of_u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM)
-        weights = tl.sum(of_b * c[None, :], axis=1) * tl.exp(decay - before)
+        weights = tl.sum(of_b * c[None, :], axis=1) * between
         total += tl.sum(weights[:, None] * of_u, axis=0)
     tl.store(out, total, mask=in_columns)
 
@@ -289,7 +300,8 @@ def chain_verify(
     states_slot_stride, states_head_stride, states_lane_stride,
     kept_b_row_stride, kept_b_record_stride, kept_b_group_stride,
     kept_u_row_stride, kept_u_record_stride, kept_u_head_stride, kept_decay_row_stride, kept_decay_record_stride,
-    STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NODES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
     """Chains of up to NODES nodes: the recurrence itself, on a state that stays in registers from its one read on."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -308,16 +320,18 @@ def chain_verify(
     kept_u += row * kept_u_row_stride + head * kept_u_head_stride
     kept_decay += row * kept_decay_row_stride + head
     pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
-    last_decay = _last_decay(kept_decay, kept_decay_record_stride, pending)
+    last_decay = path_decay(kept_decay, pending, kept_decay_record_stride, RECORDS)
     place = states + slot * states_slot_stride + head * states_head_stride
     place += lanes.to(tl.int64)[:, None] * states_lane_stride + columns[None, :]
     in_state = in_lanes[:, None] & in_columns[None, :]
     state = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(last_decay)
-    for j in range(pending):
-        weight = tl.exp(last_decay - tl.load(kept_decay + j * kept_decay_record_stride))
+    to_last = 0.0
+    for i in range(pending):  # the last record first: what lies behind one is then known when it is added
+        j = pending - 1 - i
         b_old = tl.load(kept_b + j * kept_b_record_stride + lanes, mask=in_lanes, other=0.0)
         u_old = tl.load(kept_u + j * kept_u_record_stride + columns, mask=in_columns, other=0.0)
-        state += b_old[:, None] * (u_old * weight)[None, :]
+        state += b_old[:, None] * (u_old * tl.exp(to_last))[None, :]
+        to_last += tl.load(kept_decay + j * kept_decay_record_stride)
     if is_folding:
         stored = _as_stored(state, states.dtype.element_ty)
         tl.store(place, stored, mask=in_state)
@@ -327,7 +341,7 @@ def chain_verify(
     b += batch * b_batch_stride + group * b_group_stride + lanes
     u += batch * u_batch_stride + head * u_head_stride + columns
     g += batch * g_batch_stride + head
-    flaw, decay = 0.0, tl.where(is_folding, 0.0, last_decay)
+    flaw = 0.0
     for i in range(num_nodes):
         c_node = tl.load(c + i * c_node_stride, mask=in_lanes, other=0.0)
         b_raw = tl.load(b + i * b_node_stride, mask=in_lanes, other=0.0)
@@ -339,10 +353,10 @@ def chain_verify(
         total = tl.sum(c_node[:, None] * state, axis=0) + flaw
         tl.store(out + i * out_node_stride, total, mask=in_columns)
 
-        record, decay = node_offset + i, decay + g_node
+        record = node_offset + i
         tl.store(kept_u + record * kept_u_record_stride + columns, u_node, mask=in_columns)
         if block == 0:
-            tl.store(kept_decay + record * kept_decay_record_stride, decay)
+            tl.store(kept_decay + record * kept_decay_record_stride, g_node)
             if head % heads_per_group == 0:
                 tl.store(kept_b + record * kept_b_record_stride + lanes, b_node, mask=in_lanes)
 
@@ -395,13 +409,15 @@ def extend(
         of_b = _sliced(b, t, b_token_stride, lanes, length, STATE_DIM)
         of_u = _vectors(u, t, u_token_stride, columns, length, HEAD_DIM)
         of_g = tl.load(g + t * g_token_stride, mask=t < length, other=0.0)
-        decay, last = tl.sum(tl.where(is_before, of_g[None, :], 0.0), axis=1), tl.sum(of_g, axis=0)
-        between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
+        own = tl.where(is_before, of_g[None, :], 0.0)
+        decay, last = tl.sum(own, axis=1), tl.sum(of_g, axis=0)
+        sums = tl.dot(own, tl.where(i[:, None] > i[None, :], 1.0, 0.0), input_precision="ieee")
+        between = tl.where(is_before, tl.exp(sums), 0.0)
         scores = tl.sum(tl.dot(of_c, tl.permute(of_b, (0, 2, 1)), input_precision="ieee"), axis=0) * between
         total = tl.sum(tl.dot(of_c, state, input_precision="ieee"), axis=0) * tl.exp(decay)[:, None]
         total += tl.dot(scores, of_u, input_precision="ieee")
         tl.store(out + t[:, None] * out_token_stride, total, mask=(t < length)[:, None] & in_columns[None, :])
-        left = tl.broadcast_to((of_u * tl.exp(last - decay)[:, None])[None, :, :], (SLICES, TOKENS, COLUMNS))
+        left = tl.broadcast_to((of_u * tl.exp(decay_behind(of_g, i))[:, None])[None, :, :], (SLICES, TOKENS, COLUMNS))
         state = state * tl.exp(last) + tl.dot(tl.permute(of_b, (0, 2, 1)), left, input_precision="ieee")
     tl.store(place, _as_stored(state, states.dtype.element_ty), mask=in_state)
 

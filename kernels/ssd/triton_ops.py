@@ -13,7 +13,7 @@ from torch import Tensor
 from specmamba.kernels.gpu import Variant, Work, dense, next_power_of_2
 from specmamba.kernels.ssd import triton_kernels
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
-from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS
 
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
@@ -57,7 +57,8 @@ def verify_tile(num_nodes: int, state_dim: int, head_dim: int) -> Tile:
 def chain_tile(state_dim: int, head_dim: int) -> Tile:
     """Choose the tile for chains of up to MAX_CHAIN nodes: one warp, with 64 numbers of the state in each thread."""
     lanes = _at_least(state_dim)
-    return Tile(columns=min(max(4, 2048 // lanes), _at_least(head_dim)), lanes=lanes, nodes=MAX_CHAIN, num_warps=1)
+    columns = min(max(4, 2048 // lanes), _at_least(head_dim))
+    return Tile(columns=columns, lanes=lanes, nodes=MAX_CHAIN, records=RECORDS, num_warps=1)
 
 
 def extend_tile(state_dim: int, head_dim: int) -> Tile:
@@ -257,7 +258,9 @@ def _verify_variant(state: str, nodes: int, state_dim: int, head_dim: int, is_ch
         kernel, tile = triton_kernels.chain_verify, chain_tile(state_dim, head_dim)
         name = name.replace("tree_verify", "tree_verify chain")
     made = _variant(name, kernel, tile, constexprs(tile, state_dim, head_dim), types | {"states": f"*{state}"})
-    work = Work(head_dim // tile.columns, {"num_nodes": nodes, "pending": COUNTED_PENDING})
+    # count and BLOCK_RECORDS: names in functions of state_records
+    sizes = {"num_nodes": nodes, "pending": COUNTED_PENDING, "count": COUNTED_PENDING, "BLOCK_RECORDS": tile.records}
+    work = Work(head_dim // tile.columns, sizes)
     return replace(made, work=work) if is_chain else made
 
 

@@ -41,36 +41,49 @@ inline Vector decay_of(Vector x) {
   return chosen(is_less(decay, broadcast(1e-25f)), zero(), decay);
 }
 
-// Log decays of a chunk's tokens, and what they make of it.
+// Log decays of a chunk's tokens, and what they make of it. What lies between two tokens is summed up, and is no difference
+// of sums since the start: behind a strong decay these have lost the digits of weak ones.
 class ChunkDecay {
  public:
   float& log_decay(int64_t token) { return log_decay_[token]; }
 
-  // Called after the log decays are filled in, which become those of all tokens up to each.
+  // Called after the log decays are filled in.
   void sum_up(int64_t size) {
-    float sum = 0;
-    for (int64_t i = 0; i < size; ++i) log_decay_[i] = sum += log_decay_[i];
-    for_vectors(size, [&](int64_t i, auto lanes) {
-      const Vector at_i = load(log_decay_ + i, lanes);
-      store(since_start_ + i, decay_of(at_i), lanes);
-      store(until_end_ + i, decay_of(broadcast(sum) - at_i), lanes);
-    });
+    float before = 0, behind = 0;
+    for (int64_t i = 0; i < size; ++i) since_start_[i] = before += log_decay_[i];
+    for (int64_t i = size - 1; i >= 0; --i) {
+      until_end_[i] = behind;
+      behind += log_decay_[i];
+    }
+    for (float* sums : {since_start_, until_end_})
+      for_vectors(size, [&](int64_t i, auto lanes) { store(sums + i, decay_of(load(sums + i, lanes)), lanes); });
   }
 
   float since_start(int64_t token) const { return since_start_[token]; }
   float until_end(int64_t token) const { return until_end_[token]; }
 
-  // y[j] = factor e^(sum of log decays behind j up to i) x[j] for j < count, then 0 up to `size`.
-  void weigh(int64_t i, int64_t count, int64_t size, float factor, const float* x, float* y) const {
+  // Called for all tokens, one after the other: makes the decays from tokens j <= i to i.
+  void step_to(int64_t i) {
+    const Vector own = broadcast(log_decay_[i]);
+    for_vectors(i, [&](int64_t j, auto lanes) {
+      const Vector sum = load(sums_ + j, lanes) + own;
+      store(sums_ + j, sum, lanes);
+      store(between_ + j, decay_of(sum), lanes);
+    });
+    sums_[i] = 0, between_[i] = 1;
+  }
+
+  // y[j] = factor x[j] times the decay from j to the token that was stepped to, for j < count; then 0 up to `size`.
+  void weigh(int64_t count, int64_t size, float factor, const float* x, float* y) const {
     for_vectors(count, [&](int64_t j, auto lanes) {
-      const Vector decay = decay_of(broadcast(log_decay_[i]) - load(log_decay_ + j, lanes));
-      store(y + j, broadcast(factor) * decay * load(x + j, lanes), lanes);
+      store(y + j, broadcast(factor) * load(between_ + j, lanes) * load(x + j, lanes), lanes);
     });
     for (int64_t j = count; j < size; ++j) y[j] = 0;
   }
 
  private:
   float log_decay_[kChunk], since_start_[kChunk], until_end_[kChunk];
+  float sums_[kChunk], between_[kChunk];  // of the token that was stepped to: log decays from earlier ones, and decays
 };
 
 // Of a head's state, [key_dim, value_dim].

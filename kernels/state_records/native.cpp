@@ -33,15 +33,16 @@ struct FoldedRecords {
     const float *k = p.records_k + b * p.k_batch + key_head * K, *u = p.records_u + b * p.u_batch + h * V;
     const float* decay = p.records_decay + b * p.decay_batch + h;
     count = p.num_pending[b];
-    const float total = count == 0 ? 0.0f : decay[(count - 1) * p.value_heads];
-    whole_decay = std::exp(total);
     keys.resize(count * K);
     updates.resize(count * V);
-    for (int64_t j = 0; j < count; ++j) {
-      const float weight = std::exp(total - decay[j * p.value_heads]);
+    float behind = 0;  // log decay from record j to the last one
+    for (int64_t j = count - 1; j >= 0; --j) {
+      const float weight = std::exp(behind);
+      behind += decay[j * p.value_heads];
       for (int64_t i = 0; i < K; ++i) keys[j * K + i] = weight * k[j * p.key_heads * K + i];
       std::copy_n(u + j * p.value_heads * V, V, &updates[j * V]);
     }
+    whole_decay = std::exp(behind);
   }
 };
 

@@ -75,7 +75,7 @@ class Buffers:
     conv_inputs: Tensor  # [rows, W - 1 + R, C]: the checkpoint's window, then an input per record
     k: Tensor  # [rows, R, Hk, K] float32
     u: Tensor  # [rows, R, Hv, V] float32
-    decay: Tensor  # [rows, R, Hv] float32, log decay of the whole path from the checkpoint
+    decay: Tensor  # [rows, R, Hv] float32, log decay of the record's own step
     windows: Tensor | None = None  # [slots, W - 1, C], the checkpoints' last inputs; only folds write it
 
 
@@ -95,7 +95,7 @@ class Trees:
     """Trees of one verify: rows and slots that they read and write, and which node sees which.
 
     A row that ``folds`` advances its checkpoint over all its pending records, in ``states`` and ``windows``, and moves
-    its window at the start of ``conv_inputs`` up to the new checkpoint; the nodes' path decays count from there, and
+    its window at the start of ``conv_inputs`` up to the new checkpoint; the nodes continue from there, and
     no record is pending before them. ``conv_index`` refers to the lists before the fold. Slot 0 means padding.
     """
 
@@ -161,7 +161,7 @@ class RecordOperands:
         return self.buffers.states
 
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """Read every checkpoint once for all nodes, and write a record (key, update, path decay) of each."""
+        """Read every checkpoint once for all nodes, and write a record (key, update, log decay) of each."""
         out: Tensor
         buffers, trees, rows = self.buffers, self.trees, self.rows
         checkpoints = self.slots.take(buffers.states).float()

@@ -24,6 +24,7 @@ class Paths {
       first_seen_.push_back(static_cast<int64_t>(seen_.size()));
     }
     decays_.resize(pending + nodes), between_.resize(pending + nodes), log_decays_.resize(nodes);
+    behind_.resize(pending), sums_.resize(seen_.size()), wholes_.resize(nodes);
   }
 
   // The rows that all nodes see, node after node: node i's part is [first(i), first(i) + count(i)).
@@ -31,31 +32,54 @@ class Paths {
   int64_t first(int64_t node) const { return first_seen_[node]; }
   int64_t count(int64_t node) const { return first_seen_[node + 1] - first_seen_[node]; }
 
-  float& decay(int64_t row) { return decays_[row]; }            // log decay from the checkpoint to a row
-  float& log_decay(int64_t node) { return log_decays_[node]; }  // a node's own
+  float& decay(int64_t row) { return decays_[row]; }            // a row's own log decay
+  float& log_decay(int64_t node) { return log_decays_[node]; }  // a node's own, as it is given
 
-  // Computes a node's decay, after those of its ancestors; returns the factor of the checkpoint. between()[j] is then
-  // the factor of the j-th row that the node sees. A node continues the last of these rows (its parent or the last
-  // pending record) or, without any, the checkpoint.
+  // Called for each head after the decays of its pending rows are filled in.
+  void start() {
+    before_root_ = 0;
+    for (int64_t j = pending_ - 1; j >= 0; --j) {
+      behind_[j] = before_root_;
+      before_root_ += decays_[j];
+    }
+  }
+
+  // Computes the decays of a node's path, after those of its ancestors; returns the factor of the checkpoint.
+  // between()[j] is then the factor of the j-th row that the node sees. A node continues the last of these rows (its
+  // parent, which sees all the others, or the last pending record) or, without any, the checkpoint.
+  //
+  // What lies between two rows is summed up, and is no difference of sums from the checkpoint on: behind a strong decay
+  // these have lost the digits of weak ones.
   float advance(int64_t node) {
+    float own = log_decays_[node];
+    if (!std::isfinite(own)) own = std::numeric_limits<float>::quiet_NaN();  // a record cannot express it
+    decays_[pending_ + node] = own;
     const int64_t first = first_seen_[node], n = count(node);
-    const float before = n == 0 ? 0.0f : decays_[seen_[first + n - 1]];
-    float decay = before + log_decays_[node];
-    if (!std::isfinite(decay)) decay = std::numeric_limits<float>::quiet_NaN();  // a record cannot express it
-    decays_[pending_ + node] = decay;
-    for (int64_t j = 0; j < n; ++j) between_[j] = decays_[seen_[first + j]];
-    for_vectors(n, [&](int64_t j, auto lanes) {
-      store(&between_[j], exp(broadcast(decay) - load(&between_[j], lanes)), lanes);
+    float* sums = sums_.data() + first;
+    const float* before = behind_.data();
+    int64_t num_before = n;
+    float whole = before_root_;
+    if (n > pending_) {
+      const int64_t parent = seen_[first + n - 1] - pending_;
+      before = sums_.data() + first_seen_[parent], num_before = n - 1;
+      whole = wholes_[parent];
+      sums[n - 1] = own;
+    }
+    for_vectors(num_before, [&](int64_t j, auto lanes) {
+      store(sums + j, load(before + j, lanes) + broadcast(own), lanes);
     });
-    return std::exp(decay);
+    for_vectors(n, [&](int64_t j, auto lanes) { store(&between_[j], exp(load(sums + j, lanes)), lanes); });
+    return std::exp(wholes_[node] = whole + own);
   }
   const float* between() const { return between_.data(); }
 
  private:
   int64_t pending_;
   std::vector<int64_t> seen_, first_seen_;
+  float before_root_;  // log decay from the checkpoint to the last pending record
   std::vector<float> decays_, log_decays_;
-  std::vector<float> between_;  // of the current node
+  std::vector<float> behind_, sums_, wholes_;  // log decays: behind pending records, as `seen_`, from the checkpoint
+  std::vector<float> between_;                 // of the current node
 };
 
 }  // namespace specmamba

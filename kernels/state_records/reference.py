@@ -16,8 +16,8 @@ from specmamba.kernels.state_records.operands import Buffers
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
 
-    state [B, Hv, K, V], k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv] (log decay from
-    the checkpoint to the record inclusive), num_pending [B] int64.
+    state [B, Hv, K, V], k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv] (a record's own log decay, from the record
+    or checkpoint before it), num_pending [B] int64.
 
     Returns the new states [B, Hv, K, V], in ``out`` where it is given (it may be ``state``), else in a new tensor; rows
     with nothing pending are copied unchanged.
@@ -27,12 +27,9 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     new_state = state.clone()
     for b in range(batch):
         for h in range(value_heads):
-            before_decay = torch.zeros_like(decay[b, 0, h])
             for j in range(int(num_pending[b])):
-                step_decay = torch.exp(decay[b, j, h] - before_decay)
                 update = torch.outer(k[b, j, h // group], u[b, j, h])
-                new_state[b, h] = step_decay * new_state[b, h] + update
-                before_decay = decay[b, j, h]
+                new_state[b, h] = torch.exp(decay[b, j, h]) * new_state[b, h] + update
     return new_state if out is None else out.copy_(new_state)
 
 
@@ -70,11 +67,6 @@ def finite(x: Tensor) -> Tensor:
 def finite_or_nan(g: Tensor) -> Tensor:
     """A log decay with NaN for -inf: no record can express that the whole state is forgotten, so it must show."""
     return torch.where(g.isfinite(), g, torch.nan)
-
-
-def decay_before(records_decay: Tensor, num_pending: int) -> Tensor:
-    """Log decay [Hv] of the path from the checkpoint to the last of a row's pending records [R, Hv]."""
-    return records_decay[num_pending - 1].clone() if num_pending else torch.zeros_like(records_decay[0])
 
 
 def write_nodes(buffers: tuple[Tensor, ...], records: tuple[Tensor, ...], rows: Tensor, first: int, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specmamba.kernels.state_records.operands import Buffers, as_stored
 
@@ -15,9 +16,8 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     if num_records == 0 or state.numel() == 0:
         return out.copy_(state)
     is_pending = torch.arange(num_records, device=state.device) < num_pending[:, None]
-    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, decay.shape[2])
-    total = decay.gather(1, last) * (num_pending > 0)[:, None, None]  # [B, 1, H]
-    weight = (total - decay).masked_fill(~is_pending[..., None], -torch.inf).exp()
+    behind, total = decay_behind(decay, num_pending)
+    weight = behind.exp() * is_pending[..., None]
     keys = expand_heads(k, state.shape[1]) * weight[..., None]
     update = keys.permute(0, 2, 3, 1) @ u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
     return torch.mul(state, total.exp().transpose(1, 2)[..., None], out=out).add_(update)
@@ -50,32 +50,55 @@ def state_before(state: Tensor, snapshots: Tensor, parents: Tensor | None, node:
     return torch.where(parent[:, None, None, None] < 0, state, snapshots[rows, parent.clamp(min=0)])
 
 
-def path_log_decay(
-    g: Tensor, ancestors: Tensor, records_decay: Tensor, num_pending: Tensor | None, node_offset: int
-) -> Tensor:
-    """Log decay of the path checkpoint -> pending records -> root -> node, [B, N, H]."""
-    decay = g if g.shape[1] == 1 else ancestors.to(g.dtype) @ g
-    if node_offset == 0:
-        return decay
-    if num_pending is None:
-        return decay + records_decay[:, node_offset - 1 : node_offset]
-    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, g.shape[2])
-    return decay + records_decay.gather(1, last) * (num_pending > 0)[:, None, None]
+def decay_along(g: Tensor) -> Tensor:
+    """Decay from token j of a run to token i >= j, 0 above the diagonal: log decays [..., L] -> [..., L, L].
+
+    What lies between the two is summed up, and is no difference of sums since the start: behind a strong decay these
+    have lost the digits of weak ones.
+    """
+    length = g.shape[-1]
+    on_or_above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu()
+    sums = g[..., None].masked_fill(on_or_above, 0).cumsum(-2)
+    return sums.masked_fill_(on_or_above.triu(1), -torch.inf).exp_()
 
 
-def decay_between(decay: Tensor, pending_decay: Tensor, num_pending: Tensor | None) -> Tensor:
-    """Decay from each pending record to each node [B, H, N], 0 for holes: [B, H, N, node_offset]."""
-    difference = decay[..., None] - pending_decay.transpose(1, 2)[:, :, None]
+def path_log_decay(g: Tensor, ancestors: Tensor) -> Tensor:
+    """Log decay of the path root -> node, both inclusive: [B, N, H]."""
+    return g if g.shape[1] == 1 else ancestors.to(g.dtype) @ g
+
+
+def decay_behind(decay: Tensor, num_pending: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log decay behind each pending record [B, R, H], up to the last one, and of all of them, [B, 1, H].
+
+    ``decay`` are records' own; R > 0. Records from ``num_pending`` on are holes, None: there are none.
+    """
     if num_pending is not None:
-        is_hole = torch.arange(pending_decay.shape[1], device=decay.device) >= num_pending[:, None]
-        difference = difference.masked_fill(is_hole[:, None, None], -torch.inf)
-    return difference.exp()
+        is_hole = torch.arange(decay.shape[1], device=decay.device) >= num_pending[:, None]
+        decay = decay.masked_fill(is_hole[..., None], 0)
+    sums = decay.flip(1).cumsum(1).flip(1)  # from each record on
+    return F.pad(sums[:, 1:], (0, 0, 0, 1)), sums[:, :1]
 
 
-def decay_inside(decay: Tensor, ancestors: Tensor) -> Tensor:
-    """Decay from ancestor j to node i, 0 elsewhere: [B, H, N, N]. Masked before exp: off-path differences overflow."""
-    difference = decay[..., :, None] - decay[..., None, :]
-    return difference.masked_fill(~ancestors[:, None], -torch.inf).exp()
+def decay_between(path: Tensor, behind: Tensor, num_pending: Tensor | None) -> Tensor:
+    """Decay from each pending record to each node, 0 for holes: [B, H, N, R].
+
+    ``path`` [B, H, N] is ``path_log_decay``, ``behind`` [B, R, H] ``decay_behind``: both sum up what lies between.
+    """
+    total = path[..., None] + behind.transpose(1, 2)[:, :, None]
+    if num_pending is not None:
+        is_hole = torch.arange(behind.shape[1], device=behind.device) >= num_pending[:, None]
+        total = total.masked_fill(is_hole[:, None, None], -torch.inf)
+    return total.exp()
+
+
+def decay_inside(g: Tensor, ancestors: Tensor) -> Tensor:
+    """Decay from ancestor j to node i, 0 elsewhere: [B, H, N, N]. ``g`` [B, N, H] are nodes' own, and finite.
+
+    Summed up over the nodes between the two, as in ``decay_along``.
+    """
+    sees = ancestors.to(g.dtype)[:, None]
+    sums = (sees * g.transpose(1, 2)[:, :, None]) @ sees.tril(-1)
+    return sums.masked_fill(~ancestors[:, None], -torch.inf).exp()
 
 
 def finite(x: Tensor) -> Tensor:

@@ -26,9 +26,31 @@ def as_stored(state, dtype: tl.constexpr):
 
 
 @triton.jit
-def path_decay(decay, count, record_stride):
+def path_decay(decay, count, record_stride, BLOCK_RECORDS: tl.constexpr):
     """Log decay from a checkpoint to the last of its ``count`` pending records, 0 where nothing is pending."""
-    return tl.load(decay + (count - 1) * record_stride, mask=count > 0, other=0.0)
+    total = 0.0
+    for first in range(0, count, BLOCK_RECORDS):
+        at = first + tl.arange(0, BLOCK_RECORDS)
+        total += tl.sum(tl.load(decay + at * record_stride, mask=at < count, other=0.0), 0)
+    return total
+
+
+@triton.jit
+def decays_to_last(decay, count, record_stride, block, behind, BLOCK_RECORDS: tl.constexpr):
+    """A block of the pending records, counted from the last block: which they are, and the log decay behind each.
+
+    That is summed up from the last record on, and is no difference of sums from the checkpoint on: behind a strong
+    decay these have lost the digits of weak ones. ``behind`` is the third result of the block behind this one, or 0.
+    """
+    at = (tl.cdiv(count, BLOCK_RECORDS) - 1 - block) * BLOCK_RECORDS + tl.arange(0, BLOCK_RECORDS)
+    following = tl.load(decay + (at + 1) * record_stride, mask=at + 1 < count, other=0.0)
+    return at, behind + tl.cumsum(following, 0, reverse=True), behind + tl.sum(following, 0)
+
+
+@triton.jit
+def decay_behind(log_decay, at):
+    """Log decay behind each token of a chunk, up to the last of them: [I]. Summed up, as in ``decays_to_last``."""
+    return tl.sum(tl.where(at[None, :] > at[:, None], log_decay[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -50,13 +72,13 @@ def advance(
     decay_record_stride,
     BLOCK_RECORDS: tl.constexpr,
 ):
-    """e^total S + sum over the first ``count`` records of e^(total - G_j) k_j u_j^T."""
+    """e^total S + sum over the first ``count`` records of k_j u_j^T, each times the decay behind it; the last first."""
     state = state * tl.exp(total)
-    for first in range(0, count, BLOCK_RECORDS):
-        at = first + tl.arange(0, BLOCK_RECORDS)
+    behind = 0.0
+    for block in range(tl.cdiv(count, BLOCK_RECORDS)):
+        at, to_last, behind = decays_to_last(decay, count, decay_record_stride, block, behind, BLOCK_RECORDS)
         is_pending = at < count
-        to_last = total - tl.load(decay + at * decay_record_stride, mask=is_pending, other=0.0)
-        weight = tl.where(is_pending, tl.exp(tl.where(is_pending, to_last, 0.0)), 0.0)
+        weight = tl.where(is_pending, tl.exp(to_last), 0.0)
         k_at = at_k[:, None] * keys_dim_stride + at[None, :] * keys_record_stride
         k = tl.load(keys + k_at, mask=is_k[:, None] & is_pending[None, :], other=0.0)
         u_at = at[:, None] * updates_record_stride + at_v[None, :] * updates_dim_stride
@@ -107,7 +129,7 @@ def fold(
     keys = records_k + row * keys_row_stride + (head // group) * keys_head_stride
     updates = records_u + row * updates_row_stride + head * updates_head_stride
     decay = records_decay + row * decay_row_stride + head * decay_head_stride
-    total = path_decay(decay, count, decay_record_stride)
+    total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
     for first in range(0, key_dim, BLOCK_KEYS):
         at_k = first + tl.arange(0, BLOCK_KEYS)
         is_k = at_k < key_dim

@@ -152,6 +152,11 @@ class KVPool:
         return view
 
     @property
+    def groups(self) -> tuple[Tensor, ...]:
+        """All of it in few tensors, [layers, (num_pages + 1) * page_size, heads, ...]: keys, values, scales."""
+        return self._groups
+
+    @property
     def num_tokens(self) -> int:
         return self.allocator.num_pages * self.page_size
 

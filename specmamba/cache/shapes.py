@@ -53,7 +53,7 @@ class StateShape:
         return (self.conv_width - 1) * self.conv_channels * dtype.itemsize
 
     def record_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a layer's records of one token: k, u and the path decay in float32, the convolution's input."""
+        """Bytes of a layer's records of one token: k, u and the log decay in float32, the convolution's input."""
         floats = self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + 1)
         return 4 * floats + self.conv_channels * dtype.itemsize
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
@@ -49,6 +50,11 @@ class StatePool:
         self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
         self._stamps: dict[int, Stamp] = {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``recurrent``, ``conv`` and ``features``."""
+        return self._states
 
     @property
     def num_free(self) -> int:

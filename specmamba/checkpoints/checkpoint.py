@@ -158,14 +158,22 @@ def _download(model: str, revision: str | None) -> Path:
         ) from error
 
 
-def digest_of_checkpoint(folder: Path) -> str:
-    """Hash a checkpoint's config and samples of its weights, as reading all weights of a large model takes too long."""
+def digest_of_checkpoint(folder: Path, samples: int = SAMPLES) -> str:
+    """Hash a checkpoint's config and samples of its weights, as reading all weights of a large model takes too long.
+
+    Args:
+        folder: of the checkpoint.
+        samples: of every file, of ``SAMPLE_BYTES`` each; files that are not larger than these together are read whole.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted((*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as stream:
-            for i in range(SAMPLES):
-                stream.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+            if samples > SAMPLES and size <= samples * SAMPLE_BYTES:
+                digest.update(stream.read())
+                continue
+            for i in range(samples):
+                stream.seek(max(0, size - SAMPLE_BYTES) * i // (samples - 1))
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()

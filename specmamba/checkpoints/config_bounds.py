@@ -87,10 +87,12 @@ FIELDS: Mapping[str, Range] = {
 _LENGTH = Range(1, 1 << 30, is_integer=False, may_be_null=True)
 _POSITIVE = Range(0, 1e6, is_integer=False, is_open=True, may_be_null=True)
 ROPE_FIELDS: Mapping[str, Range] = {
-    "rope_theta": Range(1, 1e30, is_integer=False),
+    # null in models that do not rotate; for others there are then no frequencies
+    "rope_theta": Range(1, 1e30, is_integer=False, may_be_null=True),
     "partial_rotary_factor": Range(0, 1, is_integer=False, is_open=True, may_be_null=True),
     "original_max_position_embeddings": _LENGTH,
     **_same(_POSITIVE, "factor", "beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"),
+    **_same(replace(_POSITIVE, is_list=True), "short_factor", "long_factor"),
     **_same(Range(-1e6, 1e6, is_integer=False, may_be_null=True), "mscale", "mscale_all_dim"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -12,9 +13,15 @@ from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
 from specmamba.cache.prefix.node import Match
 from specmamba.cache.state_pool import PREFIX_CACHE
+from specmamba.cache.tiers.disk_tier import DiskTier
+from specmamba.cache.tiers.entry_folder import EntryFolder
+from specmamba.cache.tiers.pool_transfer import PoolTransfer
+from specmamba.cache.tiers.prefix_tiers import PrefixTiers
+from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
 from specmamba.config import EngineConfig
+from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.request import Request
-from specmamba.models.base import LoadedModel
+from specmamba.models.base import LoadedModel, Models
 from specmamba.verify.pools import Pools
 
 
@@ -36,8 +43,9 @@ class CacheManager:
             track_interval: generated tokens between two states.
         """
         self.cache, self.is_on = cache, is_on
-        self._pools = pools
+        self.pools = pools
         self._track_interval = track_interval if is_on else None
+        self.tiers: PrefixTiers | None = None  # what lies below the cache; None: nothing
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
         """Allocate a row, a state slot and KV for the positions of a request, evicting cached prefixes where needed.
@@ -70,6 +78,8 @@ class CacheManager:
             found = match if use_cache else replace(match, miss="evicted")
             self.cache.count_request(request.num_tokens - 1, found, request.owner.tenant)
             request.num_cached_tokens = match.length
+            if self.tiers is not None:
+                self.tiers.state_was_hit(match.node)
         request.num_admissions += 1
         request.must_compute = False
         return True
@@ -78,20 +88,31 @@ class CacheManager:
         """Return the number of tokens of a waiting request that are cached now."""
         return self.cache.peek(request.key(), request.extra_key, request.owner.tenant)[0] if self.is_on else 0
 
+    def is_loading(self, request: Request) -> bool:
+        """Whether a waiting request's prefix is on its way from the disk; begins that where the disk has one."""
+        if self.tiers is None or not self.is_on or request.must_read_prompt or request.must_compute:
+            return False
+        return self.tiers.is_loading(request.disk_wish, request.key(), request.extra_key, request.owner.tenant)
+
+    def wait_for_disk(self) -> None:
+        """Wait a short time for prefixes that are loaded, if there are any."""
+        if self.tiers is not None:
+            self.tiers.wait()
+
     @property
     def num_admissible(self) -> int:
         """The largest number of new requests that rows and state slots allow."""
-        return min(self._pools.table.num_free_rows, self.num_available_states)
+        return min(self.pools.table.num_free_rows, self.num_available_states)
 
     @property
     def num_tokens(self) -> int:
         """Size of the KV pool in tokens."""
-        return self._pools.kv.num_tokens
+        return self.pools.kv.num_tokens
 
     @property
     def num_available_states(self) -> int:
         """State slots that are free or can be freed by eviction."""
-        return self._pools.states.num_free + self.cache.num_evictable_states
+        return self.pools.states.num_free + self.cache.num_evictable_states
 
     def grow(self, request: Request, num_positions: int, num_ahead: int) -> bool:
         """Allocate KV for the positions of a running request, evicting where needed.
@@ -101,7 +122,7 @@ class CacheManager:
         Returns:
             False, with no change, if there is not enough.
         """
-        row, table, allocator = request.held_row, self._pools.table, self._pools.kv.allocator
+        row, table, allocator = request.held_row, self.pools.table, self.pools.kv.allocator
         missing = table.num_missing_pages(row, num_positions)
         if not missing:
             return True
@@ -119,7 +140,7 @@ class CacheManager:
 
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
         """Cache a copy of a request's state at the end of its newest chunk."""
-        own, position, states = request.held_slot, request.num_run, self._pools.states
+        own, position, states = request.held_slot, request.num_run, self.pools.states
         self._leave_copy(request, position, features, lambda slot: states.fork(own, request.request_id, position, slot))
 
     def tracked_positions(self, request: Request, previous: int) -> list[int]:
@@ -137,7 +158,7 @@ class CacheManager:
 
     def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:
         """Materialize the state at a position that the last step has passed, and cache it."""
-        row, buffers = request.held_row, self._pools.state_buffers
+        row, buffers = request.held_row, self.pools.state_buffers
         self._leave_copy(request, position, features, lambda slot: buffers.materialize(row, position, slot))
 
     def leaving(self, requests: Sequence[Request]) -> list[Request]:
@@ -149,21 +170,29 @@ class CacheManager:
         slot = request.held_slot
         self._save_features(slot, features)
         if request.is_verifying:
-            self._pools.state_buffers.retire(request.held_row, request.num_run)
-        self._pools.states.donate(slot, request.request_id, request.num_run)
+            self.pools.state_buffers.retire(request.held_row, request.num_run)
+        self.pools.states.donate(slot, request.request_id, request.num_run)
         request.slot = None
         self._insert(request, request.num_run, slot)
 
     def release(self, request: Request) -> None:
         """Free all memory that a request still holds."""
+        if self.tiers is not None:
+            self.tiers.cancel(request.disk_wish)
         if request.row is not None:
-            self._pools.state_buffers.end(request.row)
-            self._pools.counts.end(request.row)
+            self.pools.state_buffers.end(request.row)
+            self.pools.counts.end(request.row)
         self._give_back(request)
         request.is_verifying = False
         if request.node is not None:
             self.cache.unlock(request.node)
             request.node = None
+
+    def close(self) -> None:
+        """Write what is still to be written to disk, and end the threads that do it."""
+        if self.tiers is not None:
+            self.tiers.close()
+            self.tiers = None
 
     def _match(self, request: Request, use_cache: bool) -> Match:
         is_used = self.is_on and use_cache
@@ -172,9 +201,9 @@ class CacheManager:
 
     def _take(self, request: Request, match: Match, num_positions: int, num_spare: int) -> bool:
         """Allocate everything; after a failure the caller frees what was allocated."""
-        table, allocator = self._pools.table, self._pools.kv.allocator
+        table, allocator = self.pools.table, self.pools.kv.allocator
         needed = table.num_missing_pages(None, num_positions, match.length)
-        spare = -(-num_spare // self._pools.kv.page_size)
+        spare = -(-num_spare // self.pools.kv.page_size)
         if not table.num_free_rows or not self.num_available_states or needed + spare > allocator.num_available:
             return False
         if not self.cache.evict_pages(needed):
@@ -187,7 +216,7 @@ class CacheManager:
 
     def _take_state(self, request: Request, match: Match) -> bool:
         """Allocate a slot with the state that a request starts from; False if there is none."""
-        states, cache, node = self._pools.states, self.cache, match.node
+        states, cache, node = self.pools.states, self.cache, match.node
         if not match.length:
             request.slot = states.allocate(request.request_id) if cache.evict_states(1) else None
             return request.slot is not None
@@ -208,10 +237,10 @@ class CacheManager:
     def _give_back(self, request: Request) -> None:
         """Free a request's row and slot, as far as it has them."""
         if request.row is not None:
-            self._pools.table.release(request.row)
+            self.pools.table.release(request.row)
             request.row = None
         if request.slot is not None:
-            self._pools.states.free(request.slot, request.request_id)
+            self.pools.states.free(request.slot, request.request_id)
             request.slot = None
 
     def _leave_copy(
@@ -225,31 +254,33 @@ class CacheManager:
             write(slot)
             self._save_features(slot, features)
         except BaseException:
-            self._pools.states.free(slot, PREFIX_CACHE)
+            self.pools.states.free(slot, PREFIX_CACHE)
             raise
         self._insert(request, position, slot)
 
     def _insert(self, request: Request, end: int, slot: int) -> None:
         """Insert tokens up to ``end``, and the state there, into the cache, and lock the new node for the request."""
-        start, row, table = request.node, request.held_row, self._pools.table
+        start, row, table = request.node, request.held_row, self.pools.table
         assert start is not None
         tokens, slots = request.token_array(start.end, end), table.slots_of_positions(row, start.end, end)
         try:
             insertion = self.cache.insert(start, tokens, slots, slot)
         except BaseException:
-            self._pools.states.free(slot, PREFIX_CACHE)
+            self.pools.states.free(slot, PREFIX_CACHE)
             raise
         if not insertion.takes_state:
-            self._pools.states.free(slot, PREFIX_CACHE)
+            self.pools.states.free(slot, PREFIX_CACHE)
         self.cache.move_lock(start, insertion.node)
         request.node = insertion.node
         table.settle(row, start.end, insertion.slots)
+        if self.tiers is not None:
+            self.tiers.state_was_left(insertion.node)
 
     def _reserve(self) -> int | None:
         """Reserve a slot for a cached state; None if running requests use all."""
         if not self.make_slot():
             return None
-        return self._pools.states.reserve(PREFIX_CACHE)
+        return self.pools.states.reserve(PREFIX_CACHE)
 
     def _save_features(self, slot: int, features: Tensor | None) -> None:
         """Store the features that a drafter resumes from beside the state in a slot.
@@ -257,7 +288,7 @@ class CacheManager:
         A draft's features may be not finite where the target's are finite. Zeros are stored then, so that requests
         that resume here draft from zeros.
         """
-        stored = self._pools.states.features[0, slot]
+        stored = self.pools.states.features[0, slot]
         if features is None:
             stored.zero_()
         else:
@@ -284,3 +315,57 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
     cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
     return CacheManager(pools, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)
+
+
+WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
+
+
+def require_disk_folder(config: EngineConfig) -> None:
+    """Raise ConfigError if there is a folder for prefixes that cannot be used; it is made if need be."""
+    if config.hicache_storage_dir is not None:
+        EntryFolder.open(config.hicache_storage_dir.expanduser())
+
+
+def build_tiers(
+    config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan, manager: CacheManager
+) -> PrefixTiers | None:
+    """Put a folder on disk below an engine's prefix cache, if the flags name one.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    if config.hicache_storage_dir is None:
+        return None
+    pools, cache = manager.pools, manager.cache
+    transfer = PoolTransfer(pools.kv, pools.states, _identity(config, folder, models, drafts))
+    disk = DiskTier(
+        config.hicache_storage_dir.expanduser(),
+        transfer.layout,
+        int(config.hicache_size * (1 << 30)),
+        pools.table.max_positions,
+    )
+    return PrefixTiers(cache, pools.kv, pools.states, transfer, disk, config.hicache_write_policy)
+
+
+def _identity(config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan) -> dict[str, str]:
+    """Return what decides the numbers in KV, states and features beside their shapes and types."""
+    target = models.target
+    own = {
+        "architecture": target.architecture,
+        "kv": str(target.cache_shape.stored_kv_dtype).removeprefix("torch."),
+        "dtype": str(target.cache_shape.dtype).removeprefix("torch."),
+        "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
+        "quantization": f"{config.quantization} {config.quantization_group_size}",
+    }
+    if drafts.algorithm in ("none", "ngram"):
+        return own
+    path = config.speculative_draft_model_path
+    of_draft = {
+        "draft": drafts.algorithm,
+        "draft_quantization": config.speculative_draft_model_quantization,
+        "draft_modules": str(min(getattr(target.draft_head, "num_modules", 1), drafts.num_steps)),
+    }
+    if path is not None:
+        draft_folder = resolve_checkpoint(path, config.speculative_draft_model_revision)
+        of_draft["draft_weights"] = digest_of_checkpoint(draft_folder, WEIGHT_SAMPLES)
+    return own | of_draft

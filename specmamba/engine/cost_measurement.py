@@ -34,10 +34,11 @@ logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs-6.json"  # with another number where times are measured in another way
 ROUNDS, TIMED, MAX_STEPS = 3, 3, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
-MAX_TIMED_SECONDS = 0.015  # of all steps of a kind: slow steps are timed fewer times
+MAX_TIMED_SECONDS = 0.015  # of all steps of a kind, after which it takes no other turn
+MAX_TURN_SECONDS = 0.06  # of the timed steps of a turn: slow steps are timed fewer times
 PLAIN = 0, 1
 PROMPT, LONG_PROMPT = 4, 512  # tokens
-SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
+SLOW_STEP = 0.02  # seconds of a plain step from which on a long prompt, or every chain, would take long
 LEAST_SECONDS = 1e-9
 OUTDATED = 0.75  # a plain step that takes less of its kept time: the machine was busy when times were measured
 Kind = tuple[int, int]
@@ -170,15 +171,17 @@ def measure_costs(engine: TimedEngine) -> StepCosts:
     assert sizer is not None
     largest = engine.memory_plan.num_running_requests
     number = engine.num_added
+    kinds = _kinds(engine, sizer.bounds)
     times: dict[int, StepTimes] = {}
     of_key: tuple[Curve, Curve] = {}, {}
     try:
         for size in sorted({*SIZES, largest}):
-            kinds = _kinds(engine, sizer.bounds)
             if size <= largest and (found := _seconds(engine, sizer, size, kinds, PROMPT)) is not None:
                 times[size] = _separated(found, size, sizer.bounds)
                 if size == 1:
                     of_key = _seconds_of_key(engine, sizer, found)
+                if found[PLAIN] > SLOW_STEP:
+                    kinds = _ends(kinds)
     finally:
         sizer.forced = None
         engine.forget(number)
@@ -193,6 +196,12 @@ def _kinds(engine: TimedEngine, bounds: Bounds) -> list[Kind]:
     if engine.runner.drafter.drafts_chains:
         kinds += [(depth, 0) for depth in chain_depths(longest)]
     return [*dict.fromkeys(kinds)]
+
+
+def _ends(kinds: list[Kind]) -> list[Kind]:
+    """Without chains between the shortest and the longest: times between them are interpolated."""
+    chains = [kind for kind in kinds if kind[1] == 0]
+    return [kind for kind in kinds if kind not in chains[1:-1]]
 
 
 def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes:
@@ -280,7 +289,7 @@ def _turn(engine: TimedEngine, sizer: DraftSizer, size: int, kind: Kind) -> list
     timed: list[float] = []
     sizer.forced, warm_up = kind, WarmUp()
     for _ in range(MAX_STEPS):
-        if len(timed) == TIMED:
+        if len(timed) == TIMED or sum(timed) > MAX_TURN_SECONDS:
             break
         engine.step()
         if len(engine.scheduler.verifying) < size:

@@ -23,7 +23,7 @@ from specmamba.draft.drafter import Drafter
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
-from specmamba.engine.cache_manager import build_cache_manager
+from specmamba.engine.cache_manager import build_cache_manager, build_tiers, require_disk_folder
 from specmamba.engine.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
@@ -79,6 +79,7 @@ class Engine:
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)
+        require_disk_folder(config)  # before what takes long
         self.tokenizer = load_tokenizer(folder, config.skip_tokenizer_init)
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device)
@@ -121,6 +122,10 @@ class Engine:
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
+        # last, so that nothing of what was measured is written
+        tiers = build_tiers(config, folder, self.models, self.draft_plan, self.cache_manager)
+        self.cache_manager.tiers = tiers
+        graph_lines += [] if tiers is None else [tiers.describe_line()]
         for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
@@ -289,6 +294,8 @@ class Engine:
         if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
             self.preempt(yielding)
             deltas += self._admit()
+        if not self.scheduler.num_running:
+            self.cache_manager.wait_for_disk()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
@@ -411,6 +418,7 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
+        self.cache_manager.close()
         if self.runner.graph_runner is not None:
             self.runner.graph_runner.replay.close()
         torch.set_num_threads(process_threads())

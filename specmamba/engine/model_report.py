@@ -295,12 +295,24 @@ def describe_engine(
         "prefix_cache": memory.caches_prefixes,
         "prefix_cache_strategy": config.mamba_radix_cache_strategy,
         "prefix_cache_eviction": config.cache_eviction,
+        **_describe_disk(config),
         "versions": {
             "specmamba": version("specmamba"),
             "torch": torch.__version__,
             "transformers": version("transformers"),
             "python": platform.python_version(),
         },
+    }
+
+
+def _describe_disk(config: EngineConfig) -> dict[str, object]:
+    """Return the settings of prefixes on disk; none where there are none."""
+    if config.hicache_storage_dir is None:
+        return {}
+    return {
+        "hicache_storage_dir": str(config.hicache_storage_dir),
+        "hicache_size": config.hicache_size,
+        "hicache_write_policy": config.hicache_write_policy,
     }
 
 

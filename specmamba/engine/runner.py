@@ -76,7 +76,7 @@ class Runner:
         row, request.is_verifying = request.held_row, True
         self.pools.state_buffers.begin(row, request.held_slot, request.request_id, request.root_position)
         if self.sizer is not None:
-            self.sizer.begin(row, request.mode)
+            self.sizer.begin(row, request.mode, request.known_tokens(0, request.num_tokens))
         if request.params.has_penalties:
             self.pools.counts.begin(row, request.prompt, request.output)
 
@@ -146,7 +146,7 @@ class Runner:
             is_usual = chains is None and num_unreplayed == self._num_unreplayed
             is_usual = is_usual and not (self._is_in_parts or self._catches_up)
             seconds = time.perf_counter() - began if is_usual else None
-            sizer.observe(num_accepted if learns else None, seconds)
+            sizer.observe(decided, num_accepted if learns else None, seconds)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]

@@ -13,6 +13,7 @@ from typing import Literal
 
 from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
+from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.config import EngineConfig
 from specmamba.core import SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
@@ -74,6 +75,7 @@ class EngineStats:
     spec: SpecStats
     prefix_cache: CacheStats
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
+    disk: DiskStats | None = None  # None: no prefixes are on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +139,13 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Admit waiting requests in their order while there is memory for them, so that none is starved.
 
-        Only a request whose prefix is being computed by another lets others pass meanwhile.
+        Only a request whose prefix is being computed by another, or loaded from disk, lets others pass meanwhile.
         """
         admitted: list[Request] = []
         if not self.waiting or not self._cache.num_admissible:
             return admitted
         for request in self._in_order():
-            if is_computed_by_another(request, self.extending, self._cache):
+            if is_computed_by_another(request, self.extending, self._cache) or self._cache.is_loading(request):
                 continue
             if not self._acquire(request):
                 if self._may_be_passed(request):
@@ -241,6 +243,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             spec=spec,
             prefix_cache=cache.stats,
+            disk=None if self._cache.tiers is None else self._cache.tiers.stats(),
         )
 
     def stats_of(self, tenant: str | None, spec: SpecStats) -> TenantStats:

@@ -38,6 +38,10 @@ class EngineFlags(TypedDict, total=False):
     mamba_radix_cache_strategy: Literal["no_buffer", "extra_buffer"]
     mamba_track_interval: int
     cache_eviction: Literal["lru", "flops"]
+    enable_hierarchical_cache: bool
+    hicache_storage_dir: str | Path | None
+    hicache_size: float
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"]
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_max_overtakes: int
     speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -135,6 +136,22 @@ class ModelFlags(CommandLine):
         Literal["lru", "flops"],
         Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),
     ] = "lru"
+    enable_hierarchical_cache: Annotated[
+        bool, Field(description="keep prefixes on disk too; --hicache-storage-dir says where, and implies this")
+    ] = False
+    hicache_storage_dir: Annotated[
+        Path | None, Field(description="a folder for prefixes that memory has no room for and that outlive the process")
+    ] = None
+    hicache_size: Annotated[
+        float, Field(gt=0, le=1 << 20, description="GiB that the files of --hicache-storage-dir take at the most")
+    ] = 16.0
+    hicache_write_policy: Annotated[
+        Literal["write_through", "write_through_selective", "write_back"],
+        Field(
+            description="when a prefix is written to disk: as soon as it is cached, when a request hits it, or when it "
+            "leaves the memory and at the end"
+        ),
+    ] = "write_through"
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"],
         Field(description="who runs next: first come, first served, or the longest cached prefix first"),
@@ -163,11 +180,14 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
     def is_given(*names: str) -> list[str]:
         return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != fields[name].default]
 
-    of_cache = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction")
+    of_disk = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
+    of_cache = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *of_disk)
     if config.disable_radix_cache and (given := is_given(*of_cache)):
         return f"{', '.join(given)}: this needs the prefix cache: drop it, or --disable-radix-cache"
     if config.disable_radix_cache and config.schedule_policy == "lpm":
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
+    if config.hicache_storage_dir is None and (given := is_given(*of_disk)):
+        return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
     if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
     if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import LayerContext
-from specmamba.layers.primitives import Linear
+from specmamba.layers.primitives import Linear, RMSNorm
+
+
+class NormedProjection:
+    """A projection whose first parts are normed, each as one row over all of its heads."""
+
+    def __init__(self, project: Linear, norms: Sequence[RMSNorm]) -> None:
+        """norms: of the first parts of the product, in their order; the width of each is that of its weight."""
+        self._project, self._norms = project, tuple(norms)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        projected = self._project(x)
+        begin = 0
+        for norm in self._norms:
+            part = projected.narrow(-1, begin, len(norm.weight))
+            part.copy_(norm(part))
+            begin += len(norm.weight)
+        return projected
 
 
 class Attention:
@@ -15,7 +35,7 @@ class Attention:
     def __init__(
         self,
         kv_layer: int,
-        project: Linear,
+        project: Callable[[Tensor], Tensor],
         out: Linear,
         form: paged_attention.AttentionConfig,
         has_rotary: bool = True,

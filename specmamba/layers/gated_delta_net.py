@@ -52,7 +52,8 @@ def mix(inputs: delta_net.Inputs, weights: delta_net.Weights, state: StateOperan
     """
     w = weights
     mixed = causal_conv1d.advance(inputs.mixed, w.conv, None, state)
-    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, w.num_key_heads, w.key_dim)
+    heads = w.num_key_heads, w.key_dim, w.step_scale
+    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, *heads)
     v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
     out = gated_delta_rule.advance(q, k, v, g, beta, state)
     return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)

@@ -125,7 +125,7 @@ def attention_layer(
     key_width = heads.num_key_heads * dim
     parts = {"q_proj": (heads.width, 1.0), "k_proj": (key_width, key_scale), "v_proj": (key_width, 1.0)}
     norm = None if norm_eps is None else head_norms(weights, prefix, heads, names=names.norms)
-    project = _one_product(weights, prefix, parts, width or hidden, has_bias, in_scale)
+    project = one_product(weights, prefix, parts, width or hidden, has_bias, in_scale)
     out_bias = has_bias if has_out_bias is None else has_out_bias
     out = weights.take_linear(f"{prefix}{names.out}", hidden, heads.width, out_bias, out_scale)
     scale = dim**-0.5 if score_scale is None else score_scale
@@ -184,11 +184,11 @@ def gated_mlp(
         CheckpointError: a tensor is missing or misshapen.
     """
     hidden, (gate, up, down) = weights.config.hidden_size, names
-    gate_up = _one_product(weights, prefix, {gate: (inner, gate_scale), up: (inner, 1.0)}, hidden, has_bias)
+    gate_up = one_product(weights, prefix, {gate: (inner, gate_scale), up: (inner, 1.0)}, hidden, has_bias)
     return GatedMLP(gate_up, weights.take_linear(f"{prefix}{down}", hidden, inner, has_bias, down_scale))
 
 
-def _one_product(
+def one_product(
     weights: Weights,
     prefix: str,
     parts: Mapping[str, tuple[int, float]],
@@ -196,7 +196,11 @@ def _one_product(
     has_bias: bool,
     in_scale: float = 1.0,
 ) -> Linear:
-    """Join projections of the same input [width] to one layer; ``parts``: output size and output factor by name."""
+    """Join projections of the same input [width] to one layer; ``parts``: output size and output factor by name.
+
+    Raises:
+        CheckpointError: a tensor is missing or misshapen.
+    """
     matrices, biases = [], []
     for name, (size, scale) in parts.items():
         matrices.append(scaled(weights.take_matrix(f"{prefix}{name}.weight", size, width), in_scale * scale))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from specmamba.checkpoints.tensor_reader import TensorReader, have_same_values
-from specmamba.errors import CheckpointError, ConfigError
+from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.feed_forward import GatedMLP
-from specmamba.layers.primitives import Embedding, Linear, RMSNorm
+from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget
@@ -88,6 +88,13 @@ class HeadWeights(Weights):
         """
         super().__init__(config, reader, options, options.draft_form)
         self.folder, self._first_kv_layer, self._shares_embedding = folder, first_kv_layer, shares_embedding
+
+    def rotary(self) -> Rotary:
+        """As of every model, but for all texts of the target. Raises UnsupportedModelError."""
+        kind = self.config.rope_parameters.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedModelError(f"rope type {kind!r} is not supported for draft heads")
+        return super().rotary()
 
     def require_width(self, width: int, target_width: int) -> None:
         """Raise ConfigError where the two differ."""

@@ -23,7 +23,7 @@ Layer = Callable[[Tensor, LayerContext], Tensor]
 class Block:
     """x + scale * layer(norm(x)), once for each of its layers."""
 
-    layers: tuple[tuple[RMSNorm, Layer], ...]
+    layers: tuple[tuple[Callable[[Tensor], Tensor], Layer], ...]  # norms and layers
     residual_scale: float = 1.0
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:

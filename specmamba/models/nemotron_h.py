@@ -6,9 +6,13 @@ There is no rotary embedding: the recurrent layers know the order of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
@@ -26,6 +30,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RENAMES = (("backbone.", "model."),)  # the published checkpoints say "backbone"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": squared_relu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 MLP_LAYER, MOE_LAYER = "mlp", "moe"
 MTP_PREFIX = "mtp."
 
@@ -96,6 +107,7 @@ class NemotronWeights(Weights):
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
         super().__init__(config, reader, options, form)
         _refuse_variants(config)
+        self.activation = ACTIVATIONS[config.mlp_hidden_act]
         self.heads = Heads.of(config)
         self.mamba = Mamba2Config.mamba(config, config.ssm_state_size, config.mamba_num_heads, config.mamba_head_dim)
 
@@ -129,7 +141,7 @@ class NemotronWeights(Weights):
     def mlp(self, prefix: str, inner: int) -> MLP:
         c = self.config
         up = self.take_linear(f"{prefix}up_proj", inner, c.hidden_size, c.mlp_bias)
-        return MLP(up, self.take_linear(f"{prefix}down_proj", c.hidden_size, inner, c.mlp_bias), squared_relu)
+        return MLP(up, self.take_linear(f"{prefix}down_proj", c.hidden_size, inner, c.mlp_bias), self.activation)
 
     def moe(self, prefix: str) -> MoE:
         c, num_experts, inner = self.config, self.config.n_routed_experts, self.config.moe_intermediate_size
@@ -150,8 +162,17 @@ class NemotronWeights(Weights):
             latent = into, self.take_linear(f"{prefix}fc2_latent_proj", c.hidden_size, width, c.mlp_bias)
         up = self.all_experts(f"{prefix}experts.", "up_proj", inner, width)
         down = self.all_experts(f"{prefix}experts.", "down_proj", width, inner)
-        shared = self.mlp(f"{prefix}shared_experts.", c.moe_shared_expert_intermediate_size)
-        return MoE(router, self.experts(up, down, squared_relu), shared, latent=latent)
+        shared = self.mlp(f"{prefix}shared_experts.", self.shared_size(f"{prefix}shared_experts.up_proj.weight"))
+        return MoE(router, self.experts(up, down, self.activation), shared, latent=latent)
+
+    def shared_size(self, name: str) -> int:
+        """The width of the shared experts, which are one MLP; the config's width is of all of them, or of each.
+
+        Programs disagree about which of the two it is: the tensor ``name`` says so.
+        """
+        size, count = self.config.moe_shared_expert_intermediate_size, self.config.n_shared_experts
+        is_each = self.reader.has(name) and self.reader.stored(name).shape[0] == count * size
+        return int(count * size if is_each else size)
 
     def all_experts(self, prefix: str, name: str, out: int, width: int) -> Matrix:
         """One matrix of all E experts, [E, out, width]: stored as one tensor, or as one for each expert."""
@@ -164,20 +185,24 @@ class NemotronWeights(Weights):
 def _refuse_variants(config: Any) -> None:
     """Refuse what would be computed wrongly."""
     c = config
-    if c.mlp_hidden_act != "relu2" or c.mamba_hidden_act != "silu":
+    if c.mlp_hidden_act not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"mlp_hidden_act {c.mlp_hidden_act!r} with mamba_hidden_act {c.mamba_hidden_act!r} is not supported: "
-            "only relu2 with silu is"
+            f"mlp_hidden_act {c.mlp_hidden_act!r} is not supported ({', '.join(ACTIVATIONS)} are)"
         )
-    if c.sliding_window is not None:
-        raise UnsupportedModelError(f"sliding_window {c.sliding_window} is not supported: attention sees all tokens")
+    if c.mamba_hidden_act != "silu":
+        raise UnsupportedModelError(f"mamba_hidden_act {c.mamba_hidden_act!r} is not supported: only silu is")
+    if c.sliding_window is not None and c.sliding_window < c.max_position_embeddings:
+        raise UnsupportedModelError(
+            f"sliding_window {c.sliding_window} is not supported: attention sees all tokens, up to "
+            f"{c.max_position_embeddings}"
+        )
 
 
 def _refuse_routing(config: Any) -> None:
     """Refuse groups and numbers of experts from which no choice is possible."""
     c = config
-    if c.n_shared_experts != 1:
-        raise UnsupportedModelError(f"n_shared_experts {c.n_shared_experts} is not supported: only one is")
+    if not c.n_shared_experts:
+        raise UnsupportedModelError(f"n_shared_experts {c.n_shared_experts} is not supported: one or more are")
     group, rest = divmod(c.n_routed_experts, c.n_group)
     is_possible = 1 <= c.topk_group <= c.n_group and 1 <= c.num_experts_per_tok <= c.topk_group * group
     if rest or group < 2 or not is_possible:  # a group is judged by its two best experts

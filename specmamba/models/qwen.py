@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
@@ -156,13 +157,22 @@ class QwenWeights(Weights):
         num_q, num_kv, dim = self.heads.num_query_heads, self.heads.num_key_heads, self.heads.head_dim
         # the checkpoint interleaves each head's query with its gate
         q_and_gate = self.take_matrix(f"{prefix}q_proj.weight", 2 * num_q * dim, c.hidden_size)
-        rows_of_q, rows_of_gate = torch.arange(2 * num_q * dim).view(num_q, 2, dim).unbind(1)
-        q, gate = (reordered(q_and_gate, rows.flatten()) for rows in (rows_of_q, rows_of_gate))
+        rows = [x.flatten() for x in torch.arange(2 * num_q * dim).view(num_q, 2, dim).unbind(1)]
+        q, gate = (reordered(q_and_gate, of_part) for of_part in rows)
         k, v = (self.take_matrix(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
         norm = head_norms(self, prefix, self.heads, offset=1.0)
         form = paged_attention.AttentionConfig(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
-        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim)
-        return Attention(kv_layer, self.linear([q, k, v, gate]), out, form)
+        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim, c.attention_bias)
+        bias = self.attention_bias(prefix, rows) if c.attention_bias else None
+        return Attention(kv_layer, self.linear([q, k, v, gate], bias), out, form)
+
+    def attention_bias(self, prefix: str, rows: Sequence[Tensor]) -> Tensor:
+        """Biases of queries, keys, values and gates; ``rows``: where those of queries and of gates are stored."""
+        num_kv, dim = self.heads.num_key_heads, self.heads.head_dim
+        q_and_gate = self.take(f"{prefix}q_proj.bias", 2 * self.heads.width)
+        k, v = (self.take(f"{prefix}{name}_proj.bias", num_kv * dim) for name in ("k", "v"))
+        q, gate = (q_and_gate[of_part.to(q_and_gate.device)] for of_part in rows)
+        return torch.cat([q, k, v, gate])
 
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
         """The recurrent layer."""
@@ -272,8 +282,6 @@ def _count_modules(config: Any, reader: TensorReader) -> int:
 def _refuse_variants(config: Any) -> None:
     """Refuse what would be computed wrongly."""
     require_silu(config)
-    if config.attention_bias:
-        raise UnsupportedModelError("attention_bias is not supported for Qwen models")
     require_layer_types(config)
     if not getattr(config, "attn_output_gate", True):
         raise UnsupportedModelError("attn_output_gate false is not supported for Qwen models")

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
+KINDS = ("default", "linear", "yarn", "llama3", "dynamic", "longrope")
 
-def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies [rotary_dim / 2] and the scaling of cosines and sines.
+
+class Frequencies(NamedTuple):
+    """Of a rotary position embedding, and the texts for which they are right."""
+
+    inverse: Tensor  # [rotary_dim / 2]
+    scaling: float  # of cosines and sines
+    # Longer texts have other frequencies, for their first tokens too, whose keys would be stored already.
+    max_length: int
+
+
+def rotary_frequencies(config: Any) -> Frequencies:
+    """Frequencies of texts that are not longer than ``max_length``.
 
     For text the three sections of a multimodal rotary embedding have the same position: it equals the plain one.
 
     Raises:
         CheckpointError: a parameter is missing or has a value with which the frequencies cannot be computed.
-        UnsupportedModelError: a rope type whose frequencies depend on the length of the text.
+        UnsupportedModelError: a rope type that is not known.
     """
-    parameters = config.rope_parameters
+    parameters, max_length = config.rope_parameters, config.max_position_embeddings
     kind = parameters.get("rope_type", "default")
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported (default, linear, yarn, llama3 are)")
+    if kind not in KINDS:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported ({', '.join(KINDS)} are)")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     try:
         frequencies, scaling = _plain_frequencies(parameters, head_dim) if kind == "default" else _scaled(config, kind)
-    # transformers computes with the values as they are
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        if kind == "longrope":
+            max_length = min(max_length, int(parameters["original_max_position_embeddings"]))
+    # transformers computes with the values as they are; torch's errors are RuntimeErrors
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: rope_parameters {parameters} give no frequencies: {error!r}") from error
     width = 2 * len(frequencies)
     if not (2 <= width <= head_dim and math.isfinite(scaling) and bool(frequencies.isfinite().all())):
@@ -36,7 +49,7 @@ def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
             f"config.json: rope_parameters {parameters} give {width} of {head_dim} numbers of a head frequencies that "
             "cannot be used"
         )
-    return frequencies, scaling
+    return Frequencies(frequencies, scaling, max_length)
 
 
 def _plain_frequencies(parameters: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:

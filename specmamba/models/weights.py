@@ -35,6 +35,7 @@ class Weights:
         self._keeps_codes = options.keeps_codes if form is None else options.draft_keeps_codes
         self.num_parameters = 0
         self.num_bytes = 0
+        self.max_length: int = getattr(config, "max_position_embeddings", 0)  # of texts
         self._embedding_name = ""  # that was taken last
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -177,9 +178,13 @@ class Weights:
         return RMSNorm(self.take(name, size, dtype=torch.float32) + offset, eps)
 
     def rotary(self) -> Rotary:
-        """The rotary embedding of the config's ``rope_parameters``. Raises UnsupportedModelError."""
-        frequencies, scaling = rotary_frequencies(self.config)
-        return Rotary(frequencies.to(self.options.device), scaling)
+        """The rotary embedding of the config's ``rope_parameters``. Raises UnsupportedModelError.
+
+        Texts are then no longer than those for which its frequencies are right.
+        """
+        frequencies = rotary_frequencies(self.config)
+        self.max_length = frequencies.max_length
+        return Rotary(frequencies.inverse.to(self.options.device), frequencies.scaling)
 
     def target(
         self,
@@ -281,7 +286,7 @@ def loaded_model(
         attention_width: query heads times their size, summed over the target's attention layers.
         head: the checkpoint's own draft head.
         draft_weights: of that head.
-        context_length: None: the config's ``max_position_embeddings``.
+        context_length: None: the config's ``max_position_embeddings``, or less where its rotary embedding says so.
     """
     config, counted = weights.config, [weights] if draft_weights is None else [weights, draft_weights]
     return LoadedModel(
@@ -295,7 +300,7 @@ def loaded_model(
             dtype=weights.options.dtype,
             draft_features=head.num_modules * head.width if head else 0,
         ),
-        context_length=config.max_position_embeddings if context_length is None else context_length,
+        context_length=weights.max_length if context_length is None else context_length,
         num_parameters=sum(each.num_parameters for each in counted),
         weight_bytes=sum(each.num_bytes for each in counted),
         num_layers=config.num_hidden_layers,

@@ -274,7 +274,7 @@ def test_report_of_workloads(tmp_path: Path, tiny: Path, text_file: Path, capsys
     assert report["dtype"] == "float32"
     assert report["different_texts"] == 0
     assert report["prompts"] == text_file.name
-    assert report["ttft"] is report["costs"] is None
+    assert report["ttft"] is report["disk"] is report["costs"] is None
     names = [(each["workload"], each["cache_eviction"]) for each in report["workloads"]]
     assert names == [*((name, "lru") for name in SHARING[:-1]), ("pressure", "lru"), ("pressure", "flops")]
     for figures in report["workloads"]:
@@ -313,12 +313,18 @@ def test_engine_flags_are_passed_on(tmp_path: Path, tiny: Path, text_file: Path)
 def test_report_of_times_and_costs(
     tmp_path: Path, tiny: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = run(tmp_path, tiny, text_file, "--workloads", "costs,ttft", "--cost-tokens", "3000")
+    report = run(tmp_path, tiny, text_file, "--workloads", "costs,disk,ttft", "--cost-tokens", "3000")
     assert report["workloads"] == []
     ttft, tree, engine, decode = report["ttft"], *(report["costs"][name] for name in ("tree", "engine", "decode"))
     assert ttft["ttft_shared_cached_tokens"] == 90
     assert ttft["ttft_second_user_cached_tokens"] < 90
     assert ttft["ttft_shared_ratio_range"][0] <= ttft["ttft_shared_ratio"] <= ttft["ttft_shared_ratio_range"][1]
+    disk = report["disk"]
+    assert disk["cached_tokens"] == 96  # the last three tokens are not worth a state
+    assert (disk["lost_writes"], disk["different_texts"]) == (0, 0)
+    assert disk["written_bytes_per_token"] > 0
+    for kind in ("writing", "memory", "disk", "disk_dropped"):
+        assert 0 < disk[f"{kind}_ratio_range"][0] <= disk[f"{kind}_ratio"] <= disk[f"{kind}_ratio_range"][1]
     assert tree["tokens"] == [1024, 2048, 3000]
     assert tree["last_doubling"] is None
     assert all(len(tree[name]) == 3 for name in ("insert_ms", "match_ms", "share_of_prefill"))
@@ -444,7 +450,10 @@ def test_decode_steps_are_those_in_which_all_requests_decode(llm: LLM, source: T
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--workloads", "shared,chats"], "'chats' is none of shared, chat, branch, agent, pressure, ttft, costs"),
+        (
+            ["--workloads", "shared,chats"],
+            "none of shared, chat, branch, agent, pressure, ttft, disk, costs",
+        ),
         (["--workloads", ""], "'' is none of"),
         (["--disable-radix-cache"], "drop it"),
         (["--concurrency", "17"], "raise --max-running-requests"),

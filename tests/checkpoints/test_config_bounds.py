@@ -64,7 +64,7 @@ def test_every_number_of_every_family_is_bounded(tmp_path: Path, model: str) -> 
         ("max_position_embeddings", 10**15),
         ("num_labels", 10**9),
         ("mtp_num_hidden_layers", []),
-        *((name, None) for name in ROPE_FIELDS if name == "rope_theta"),
+        *((name, 0) for name in ROPE_FIELDS if name == "rope_theta"),
     ],
 )
 def test_values_that_ended_the_engine_or_filled_the_memory(tmp_path: Path, name: str, value: object) -> None:
@@ -81,6 +81,7 @@ def test_values_that_ended_the_engine_or_filled_the_memory(tmp_path: Path, name:
         ({"partial_rotary_factor": 1e9}, "partial_rotary_factor is 1000000000.0"),
         ({"partial_rotary_factor": 1e-9}, "give 0 of 64 numbers of a head"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_theta": None}, "'rope_theta': None.* give no frequencies"),
         ({"rope_type": "yarn", "factor": 0.0}, "factor is 0.0"),
         ({"rope_type": "llama3", "factor": 2.0}, "Missing required keys"),
     ],

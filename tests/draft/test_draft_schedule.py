@@ -256,3 +256,88 @@ def test_a_try_lasts_until_enough_of_its_steps_were_timed() -> None:
         untimed += 1
     assert untimed == 24
     assert schedule._looks[0] == 1  # nothing was seen
+
+
+def off_steps(num_steps: int) -> DraftSchedule:
+    """Nothing has been drafted for so many steps."""
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.set_times(8, np.ones(2 * (NUM_STEPS + 1)))
+    schedule.restart(rates(10, 9, 9.2, 8), 8)
+    steps_of(schedule, num_steps)
+    return schedule
+
+
+def looks_of(schedule: DraftSchedule, found: np.ndarray, number: int) -> list[DraftSize]:
+    """Like ``steps_of``; what is drafted shows these rates."""
+    sizes: list[DraftSize] = []
+    while len(sizes) < number:
+        size, count = schedule.next(ANY)
+        schedule.passed(count, count)
+        if size.depth:
+            schedule.judge(found, count)
+        sizes += [size] * count
+    return sizes
+
+
+def test_a_try_that_pays_goes_on_until_drafts_change() -> None:
+    schedule = off_steps(20)
+    sizes = looks_of(schedule, rates(10, 9, 14, 8), 400)
+    first = next(i for i, size in enumerate(sizes) if size.depth and not size.is_probe)
+    assert all(size.depth == 1 for size in sizes[first : first + 8])
+    assert all(size.depth == 2 for size in sizes[first + 8 : first + 40])
+    assert schedule.depth == 2
+
+
+def test_a_try_that_does_not_pay_ends() -> None:
+    schedule = off_steps(20)
+    sizes = looks_of(schedule, rates(10, 9, 9.2, 8), 400)
+    tried = [size.depth > 0 and not size.is_probe for size in sizes]
+    assert 0 < sum(tried) <= 24
+    assert schedule.depth == 0
+
+
+def test_a_try_that_seems_to_pay_does_not_go_on_forever() -> None:
+    """What each look shows differs too much to change drafts."""
+    schedule, in_a_row, longest = off_steps(20), 0, 0
+    for _ in range(200):
+        size, count = schedule.next(ANY)
+        schedule.passed(count, count)
+        if size.depth:
+            schedule.gains[:] = rates(1.0, 0.9, 0.9, 0.9)
+            schedule.judge(rates(10, 9, 10.6, 8), count)
+        in_a_row = in_a_row + count if size.depth and not size.is_probe else 0
+        longest = max(longest, in_a_row)
+    assert schedule.depth == 0
+    assert longest == 8 + 4 * 4
+
+
+def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -> None:
+    schedule = off_steps(40)
+    schedule._until_try["other"] = 4000
+    schedule.hear(0.29, 16)
+    assert not schedule.next(ANY)[0].depth
+    schedule.hear(0.31, 16)
+    assert schedule.next(ANY)[0] == DraftSize(2)
+    steps_of(schedule, 24)
+    schedule._until_try["other"] = 4000
+    schedule.hear(0.44, 64)  # not much more
+    assert not schedule.next(ANY)[0].depth
+    schedule.hear(0.47, 16)
+    assert schedule.next(ANY)[0] == DraftSize(2)
+
+
+def test_tries_of_repeated_text_that_do_not_pay_become_rare() -> None:
+    schedule, num_tries = off_steps(40), 0
+    for i in range(1000):
+        schedule._until_try["other"] = 4000
+        schedule.hear(i % 2, 16)  # 16,000 steps
+        num_tries += schedule._until_try["other"] == 0
+    assert 10 < num_tries < 30
+
+
+def test_repeated_text_changes_nothing_while_drafts_are_on() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 11, 14, 12), 8)
+    before = dict(schedule._until_try)
+    schedule.hear(1.0, 16)
+    assert schedule._until_try == before

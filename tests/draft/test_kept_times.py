@@ -58,3 +58,25 @@ def test_the_first_request_behind_measurements_has_its_own_settings(
             first, second = (llm.generate("def add(a, b):", params)[0].token_ids for _ in range(2))
             greedy = llm.generate("def add(a, b):", SamplingParams(max_tokens=16, ignore_eos=True))[0].token_ids
             assert first == second != greedy
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_fewer_steps_of_a_slow_model_are_timed(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_measurement, "_cache_file", lambda: None)
+    if is_slow:
+        monkeypatch.setattr(cost_measurement, "SLOW_STEP", 0.0)
+        monkeypatch.setattr(cost_measurement, "MAX_TURN_SECONDS", 0.0)
+    num_timed, turn = set(), cost_measurement._turn
+
+    def count(*arguments: Any) -> list[float] | None:
+        timed = turn(*arguments)
+        num_timed.update([] if timed is None else [len(timed)])  # None: requests have reached the end of the context
+        return timed
+
+    monkeypatch.setattr(cost_measurement, "_turn", count)
+    with LLM(**FLAGS) as llm:
+        assert llm.engine.runner.sizer is not None
+        costs = llm.engine.runner.sizer.costs
+    assert num_timed == {1 if is_slow else cost_measurement.TIMED}
+    assert list(costs.times[1].chains) == [1, 2, 3, 4]
+    assert list(costs.times[2].chains) == ([1, 4] if is_slow else [1, 2, 3, 4])

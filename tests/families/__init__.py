@@ -7,24 +7,28 @@ which writes the checkpoint and gives the transformers model, float32.
 from types import ModuleType
 
 from tests.families import (
+    bamba,
     falcon_h1,
     granite_hybrid,
     lfm2,
     lfm2_moe,
     mamba2,
     nemotron_h,
+    olmo_hybrid,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
 )
 
 FAMILIES: dict[str, ModuleType] = {
+    "bamba": bamba,
     "falcon-h1": falcon_h1,
     "granite-hybrid": granite_hybrid,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
     "mamba2": mamba2,
     "nemotron-h": nemotron_h,
+    "olmo-hybrid": olmo_hybrid,
     "qwen3.5": qwen3_5,
     "qwen3.5-moe": qwen3_5_moe,
     "qwen3-next": qwen3_next,

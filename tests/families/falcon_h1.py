@@ -56,8 +56,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "time_step_limit": (0.05, 0.4),
         "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
     },
-    "other-biased": {"mamba_proj_bias": True, "mlp_bias": True, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "other-biased": {
+        "mamba_proj_bias": True,
+        "mlp_bias": True,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 400,
+            "factor": 2.0,
+            "short_factor": [1.0, 1.3, 1.1, 2.0, 1.7],
+            "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0],
+        },
+    },
 }
 
 

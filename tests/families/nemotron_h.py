@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biased": {
         "use_bias": True,
         "mlp_bias": True,
+        "mlp_hidden_act": "gelu",
         "attention_bias": True,
         "use_conv_bias": False,
         "moe_latent_size": 15,
@@ -72,6 +73,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "num_experts_per_tok": 4,
         "norm_topk_prob": False,
+        "mlp_hidden_act": "silu",
+        "n_shared_experts": 2,  # together of the config's width
+        "sliding_window": 512,  # as long as texts may be
         "routed_scaling_factor": 1.0,
         "moe_latent_size": 18,
         "n_groups": 6,

@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 3,
         "linear_conv_kernel_dim": 2,
         "num_key_value_heads": 1,
+        "attention_bias": True,
     },
 }
 # whether experts are stored in one tensor for all, in the target and in the head

@@ -22,7 +22,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 18,
         "rope_parameters": rope(0.25),
     },
-    "some-dense": {"mlp_only_layers": [0], "num_experts_per_tok": 5, "num_key_value_heads": 6, "head_dim": 10},
+    "some-dense": {
+        "mlp_only_layers": [0],
+        "num_experts_per_tok": 5,
+        "num_key_value_heads": 6,
+        "head_dim": 10,
+        "attention_bias": True,
+    },
     "every-second": {"decoder_sparse_step": 2, "layer_types": [FULL, LINEAR, LINEAR], "linear_conv_kernel_dim": 3},
 }
 

@@ -65,13 +65,17 @@ def test_a_loop_that_was_unrolled_is_no_count() -> None:
         ("for i in tl.range(1, n, 3):", 2),
         ("for i in range(0, 7):", 7),
         ("for i in range(n, 2):", 1),
+        ("for i in range(tl.cdiv(n, 2)):", 3),
+        ("for i in range(1, tl.cdiv(9, n), 1):", 1),
     ],
 )
 def test_trips_follow_from_the_source(source: str, trips: int) -> None:
     assert trips_of(source, {"n": 5}) == trips
 
 
-@pytest.mark.parametrize(("source", "what"), [("x = f(y)", "no range"), ("for i in range(m, k):", "m, k has no value")])
+@pytest.mark.parametrize(
+    ("source", "what"), [("x = f(y)", "no range"), ("for i in range(m, tl.cdiv(k, 2)):", "m, k has no value")]
+)
 def test_a_loop_without_known_trips_is_an_error(source: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         trips_of(source, {"n": 5})
@@ -107,8 +111,9 @@ def test_a_short_chain_of_mamba2_takes_few_instructions() -> None:
 
 
 def test_verify_kernels_leave_room_for_other_blocks() -> None:
-    """168 registers of a thread let three blocks of 128 threads run on one multiprocessor."""
+    """168 registers of a thread let three blocks of 128 threads run on one multiprocessor; those in parts need more."""
     rows = rows_of("sm_90")
-    small = {name: row for name, row in rows.items() if not any(x in name for x in ("N=32", "N=64", "snapshots"))}
-    assert len(small) >= 12
-    assert {name: row for name, row in small.items() if row.registers > 168 or row.spills} == {}
+    small = {name: row for name, row in rows.items() if not any(x in name for x in ("N=64", "split", "snapshots"))}
+    assert len(small) >= 10
+    assert {name: row for name, row in small.items() if row.registers > 168} == {}
+    assert {name: row for name, row in rows.items() if row.spills} == {}

@@ -62,7 +62,7 @@ def rotate_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> A
 def delta_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
     a, b = (normal(*lead, 6, seed=seed, dtype=dtype) * 4 for seed in (2, 3))
     mixed = normal(*lead, 2 * 3 * width + 12, seed=1)
-    return mixed, a, b, -normal(6, seed=4).exp(), normal(6, seed=5), 3, width
+    return mixed, a, b, -normal(6, seed=4).exp(), normal(6, seed=5), 3, width, 1.75
 
 
 CASES: list[tuple[str, Callable[..., Arguments]]] = [

@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specmamba.errors import UnsupportedModelError
+from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.llm import LLM
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import expert_layers
 from specmamba.models.registry import load_model
 from tests.families import FAMILIES
 from tests.models.test_model_exact import assert_close, random_prompts
+
+PLAIN: dict[str, Any] = {"speculative_algorithm": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def load(folder: Path) -> LoadedModel:
 def logits_of(folder: Path) -> torch.Tensor:
     prompt, tokens = random_prompts((9, 20), seed=3)
     logits: list[torch.Tensor] = []
-    with LLM(model=str(folder), dtype="float32", device="cpu", context_length=64, num_threads=1) as llm:
+    with LLM(model=str(folder), dtype="float32", device="cpu", context_length=64, num_threads=1, **PLAIN) as llm:
         llm.workbench.logits_along(prompt, tokens, logits.append)
     return torch.stack(logits)
 
@@ -51,6 +53,9 @@ def logits_of(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "changes", "sentence"),
     [
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
+        ("bamba", {"attn_layer_indices": [1, 4]}, r"attn_layer_indices \[4\]: the model has layers 0 to 3"),
+        ("bamba", {"mamba_n_groups": 4}, "6 Mamba2 heads are not a multiple of 4 groups"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
         ("mamba2", {"n_groups": 4}, "6 Mamba2 heads are not a multiple of 4 groups"),
         ("mamba2", {"rms_norm": False}, "rms_norm false is not supported"),
@@ -63,8 +68,8 @@ def logits_of(folder: Path) -> torch.Tensor:
         ("falcon-h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers \[1.0\] should be 5 numbers"),
         (
             "falcon-h1",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope type 'dynamic' is not supported",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+            "rope type 'proportional' is not supported",
         ),
         ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "'alibi' is not supported .nope and rope are"),
@@ -78,6 +83,15 @@ def logits_of(folder: Path) -> torch.Tensor:
             "must give linear_attention or full_attention to each of 4 layers",
         ),
         ("lfm2-moe", {"num_experts_per_tok": 7}, "a token cannot go to 7 of 6 experts"),
+        ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
+        ("olmo-hybrid", {"linear_num_key_heads": 4}, "6 value heads are not a multiple of 4 key heads"),
+        ("olmo-hybrid", {"num_key_value_heads": 4}, "6 query heads are not a multiple of 4 key heads"),
+        (
+            "olmo-hybrid",
+            {"layer_types": [*3 * ["linear_attention"], "sliding_attention"]},
+            "must give linear_attention",
+        ),
+        ("olmo-hybrid", {"rope_parameters": {"rope_type": None}}, "rope type None is not supported"),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported: only silu is"),
         ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob false is not supported for Qwen3.5"),
@@ -97,6 +111,65 @@ def test_an_older_name_of_the_embedding(checkpoints: dict[str, Path], tmp_path: 
     tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert_close(logits_of(folder), logits_of(checkpoints["mamba2"]))
+
+
+@pytest.mark.parametrize("layout", ["one convolution", "three of one size"])
+def test_names_of_olmo_hybrid(layout: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As transformers has them in memory, and as it saves them."""
+    folder = changed(checkpoints["olmo-hybrid"], tmp_path / "renamed")
+    tensors = load_file(folder / "model.safetensors")
+    for prefix in (f"model.layers.{layer}.linear_attn." for layer in (0, 1, 3)):
+        names = [f"{prefix}{x}_conv1d.weight" for x in "qkv"]
+        conv = torch.cat([tensors.pop(name) for name in names])
+        if layout == "one convolution":
+            tensors[f"{prefix}conv1d.weight"] = conv
+        else:
+            tensors |= {name: part.contiguous() for name, part in zip(names, conv.chunk(3), strict=True)}
+    stored, renamed = "feedforward_layer_norm", "post_attention_layernorm"
+    if layout == "one convolution":
+        tensors = {key.replace("attention_layer_norm", "input_layernorm"): x for key, x in tensors.items()}
+    else:
+        stored, renamed = renamed, stored  # of the block with attention, which alone has the first of them
+    tensors = {key.replace(stored, renamed): x for key, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert_close(logits_of(folder), logits_of(checkpoints["olmo-hybrid"]))
+
+
+def test_convolutions_that_do_not_fit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(checkpoints["olmo-hybrid"], tmp_path / "misfit")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.linear_attn.v_conv1d.weight"
+    tensors[name] = tensors[name][1:].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"v_conv1d.weight have \[20, 20, 83\] channels, together not .* 124"):
+        load(folder)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 300}
+
+
+def test_texts_are_no_longer_than_the_short_factors_of_longrope(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    factors = {"short_factor": [1.5] * 5, "long_factor": [3.0] * 5}
+    folder = changed(checkpoints["falcon-h1"], tmp_path / "long", rope_parameters=LONGROPE | factors)
+    assert load(folder).context_length == 300
+    with pytest.raises(ConfigError, match=r"context_length 301 is more than the 300"):
+        LLM(model=str(folder), dtype="float32", device="cpu", context_length=301)
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 4, [1.0, 0.0, 1.0, 1.0, 1.0], ["a"] * 5])
+def test_factors_of_longrope_that_do_not_fit(factors: object, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rope = LONGROPE | {"short_factor": factors, "long_factor": [1.0] * 5}
+    with pytest.raises(CheckpointError, match=r"rope_parameters|short_factor"):
+        load(changed(checkpoints["falcon-h1"], tmp_path / "wrong", rope_parameters=rope))
+
+
+def test_shared_experts_of_the_width_of_each(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Two of half the stored width are one of all of it."""
+    changes = {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": 13}
+    folder = changed(checkpoints["nemotron-h"], tmp_path / "each", **changes)
+    assert_close(logits_of(folder), logits_of(checkpoints["nemotron-h"]))
+    with pytest.raises(CheckpointError, match=r"shared_experts.up_proj.weight has the shape"):
+        load(changed(folder, tmp_path / "three", n_shared_experts=3))
 
 
 def test_time_steps_without_a_limit(checkpoints: dict[str, Path], tmp_path: Path) -> None:

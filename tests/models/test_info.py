@@ -26,8 +26,10 @@ from tests.tiny import write_tiny_checkpoint
 
 # The layers of the tiny model of each family, as in its config.
 LAYERS: dict[str, dict[str, int]] = {
+    "bamba": {"blocks": 4, "attention": 1, "mamba2": 3, "mlp": 4},
     "falcon-h1": {"blocks": 3, "attention": 3, "mamba2": 3, "mlp": 3},
     "lfm2": {"blocks": 4, "attention": 1, "short_convolution": 3, "mlp": 4},
+    "olmo-hybrid": {"blocks": 4, "attention": 1, "gated_delta_net": 3, "mlp": 4},
     "mamba2": {"blocks": 3, "mamba2": 3},
     "qwen3.5": {"blocks": 4, "attention": 1, "gated_delta_net": 3, "mlp": 4},
 }

@@ -70,7 +70,7 @@ def test_the_state_is_a_window(checkpoint: Path) -> None:
         ),
         ({"layer_types": [CONV, "linear_attention", ATTENTION, CONV]}, "must give conv or full_attention to each of 4"),
         ({"num_key_value_heads": 4}, "6 query heads are not a multiple of 4 key heads"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic' is not"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type 'proportional' is not"),
     ],
 )
 def test_variants_that_are_not_computed(

@@ -124,10 +124,10 @@ def test_heads_that_are_refused(changes: dict[str, Any], message: str, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
+        ({"mlp_hidden_act": "tanh"}, "mlp_hidden_act 'tanh'"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu'"),
-        ({"n_shared_experts": 2}, "n_shared_experts 2"),
-        ({"sliding_window": 512}, "sliding_window 512 is not supported"),
+        ({"n_shared_experts": 0}, "n_shared_experts 0"),
+        ({"sliding_window": 511}, "sliding_window 511 is not supported"),
         ({"time_step_limit": [0.2, 0.1]}, r"time_step_limit \[0.2, 0.1\] should be two numbers"),
         ({"num_key_value_heads": 4}, "6 query heads are not a multiple of 4 key heads"),
         ({"n_groups": 4}, "6 Mamba2 heads are not a multiple of 4 groups"),

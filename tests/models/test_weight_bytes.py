@@ -32,12 +32,14 @@ PACKED = (
     OneDNNWeight,
 )
 TIED = {
+    "bamba": "biased-tied",
     "falcon-h1": "norm-after-gate",
     "granite-hybrid": "no-experts",
     "lfm2": "biased-tied",
     "lfm2-moe": "tied",
     "mamba2": "biased-tied",
     "nemotron-h": "tied",
+    "olmo-hybrid": "biased-tied",
     "qwen3.5": "tied",
     "qwen3.5-moe": "tied",
     "qwen3-next": "unnormalised-tied",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
@@ -162,7 +163,8 @@ FOREIGN = {
     "docs/coming_from.md": in_first_column("docs/coming_from.md") | {"--speculative-config"},
     "deploy/README.md": {"--publish", "--env", "--stop-timeout", "--read-only", "--tmpfs", "--user"},  # Docker's
     "docs/benchmarking_clients.md": {"--tokenizer", "--data", "--backend", "--endpoint"},  # load generators'
-    "docs/prefix_cache.md": {"--enable-cache-report"},  # SGLang's, which does not exist here
+    # SGLang's, which does not exist here; and those of ``specmamba cache``, which is no configuration
+    "docs/prefix_cache.md": {"--enable-cache-report", "--size", "--all"},
 }
 
 
@@ -212,7 +214,8 @@ def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
 
 def test_operations_has_every_metric() -> None:
     sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.1, 0.0, 0, (1.0,), "off")
-    stats = replace(FakeEngine().stats(), sizing=sizing)
+    disk = DiskStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
+    stats = replace(FakeEngine().stats(), sizing=sizing, disk=disk)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

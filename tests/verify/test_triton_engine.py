@@ -23,6 +23,7 @@ from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
 from tests.families import falcon_h1, lfm2
 from tests.families.checkpoints import write_checkpoint
+from tests.pairwise import IS_FULL
 from tests.repository import ROOT
 from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
@@ -99,5 +100,6 @@ def test_a_checkpoint_in_codes(tmp_path: Path) -> None:
     command = ["quantize", "--model", str(tmp_path / "model"), "--format", "int4", "--group-size", "32"]
     assert main([*command, "--out", str(tmp_path / "codes")]) == 0
     tokens = generate(model=str(tmp_path / "codes"), quantization="none")
-    assert generate_interpreted(model=str(tmp_path / "codes")) == tokens
     assert generate_interpreted(model=str(tmp_path / "codes"), **TREE) == tokens
+    if IS_FULL:  # rows of one token, which the operator's own tests have
+        assert generate_interpreted(model=str(tmp_path / "codes")) == tokens

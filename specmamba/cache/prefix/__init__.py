@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from specmamba.cache.kv_pool import PageAllocator
@@ -70,6 +71,7 @@ class MambaRadixCache:
         self._policy = make_policy(policy, costs)
         self._counters = Counters()
         self._counters_of: dict[str | None, Counters] = {}  # requests only, by tenant
+        self.on_evict: Callable[[Node], None] | None = None  # gets every node that is about to lose its state to others
 
     @property
     def num_evictable_states(self) -> int:
@@ -194,6 +196,7 @@ class MambaRadixCache:
         """
         if node.state_slot is None or node.state_locks or not node.kv_locks:
             raise RuntimeError(f"{node} cannot give its state away: it has none, or the locks do not allow it")
+        self._tell_eviction(node)
         node.lost_state = True
         self._counters.evicted_states += 1
         return self._tree.give_state(node)
@@ -216,12 +219,17 @@ class MambaRadixCache:
             return False
         for node in islice(self._policy.states(self._recency), max(missing, 0)):
             if node.children or node.kv_locks:
+                self._tell_eviction(node)
                 self._tree.drop_state(node)
                 node.lost_state = True
                 self._counters.evicted_states += 1
             else:
                 self._remove_branch(node)
         return True
+
+    def state_nodes(self) -> list[Node]:
+        """Return all nodes with a state, parents before their children."""
+        return [node for node in self._tree.nodes() if node.state_slot is not None]
 
     def reset(self) -> int:
         """Drop everything that is not locked and all memory of evictions; return the number of tokens dropped."""
@@ -270,12 +278,17 @@ class MambaRadixCache:
 
     def _remove_branch(self, node: Node) -> None:
         """Evict a leaf and the tombstones above it that only lead to it."""
+        self._tell_eviction(node)
         while True:
             self._counters.evicted_tokens += len(node.key)
             self._counters.evicted_states += node.state_slot is not None
             node = self._tree.remove(node)
             if not node.is_useless:
                 return
+
+    def _tell_eviction(self, node: Node) -> None:
+        if self.on_evict is not None and node.state_slot is not None:
+            self.on_evict(node)
 
     def _check_locked(self, node: Node) -> None:
         if node.users <= node.state_locks:

@@ -53,6 +53,7 @@ class Round:
     seconds: list[float | None] = field(default_factory=list)  # None: it was no usual step
     num_nodes: list[int] = field(default_factory=list)  # of trees, which differ from step to step
     num_accepted: list[Sequence[int]] = field(default_factory=list)  # of each request, where nothing else learns it
+    decided: list[Sequence[Sequence[int]]] = field(default_factory=list)  # tokens of each request, without drafts
     num_counted: int = 0  # steps that are in the figures
 
     @property

@@ -5,7 +5,9 @@ requests changes, at once. Below a gain of 2 % over plain decoding nothing is dr
 the most is drafted for at depth 1 now and then, at intervals that double, so that it is seen when drafts pay again.
 
 What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
-try loses half a percent of the time: the worse an option is thought to be, the seldomer it is tried.
+try loses half a percent of the time: the worse an option is thought to be, the seldomer it is tried. Where nothing is
+drafted, a try goes on while it is seen to pay, until drafts change or do not pay after all; and there is one soon when
+the text begins to repeat itself (``Repeats``).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ STEPS_BEFORE_PROBE = 3  # in which the drafter follows the text again
 SHARE_OF_PROBES = 0.01  # of the time of all steps, at the most, from the first interval on
 PROBED_SHARE = 4  # one request of so many is probed
 # steps of one decision: usually, while a change is near, and where drafts have long not paid
-ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
+ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 32
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
@@ -33,6 +35,10 @@ SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 FIRST_LOOKS, NEAR_AT_FIRST = 3, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
 TIMED_STEPS, MOST_TRIED_STEPS = 4, 24  # of a try: it ends when so many steps were timed, or made
+# short rounds that a try goes on where it is seen to gain so much: drafts change within four looks
+MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 4, 1.05
+# a share of repeated tokens that leads to a try; how much more the next one needs; steps between two that do not pay
+LEAST_REPEATED, MORE_REPEATED, FIRST_ALARM = 0.3, 0.15, 32
 NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
 WEIGHT = 0.3  # of a new look in the mean gains
 
@@ -80,6 +86,10 @@ class DraftSchedule:
         self._num_looks: dict[int, Ints] = {}  # tries so far of each option, by the power of two of the requests
         # a try, its option, its steps that are left at the most, and those that have not been timed yet
         self._trying, self._tried, self._num_tries, self._num_untimed = "plain", 0, 0, 0
+        self._paying: int | None = None  # the option that the newest drafts show to pay while nothing is drafted
+        self._num_follow_ups = 0  # of the present try
+        self._alarm, self._until_alarm, self._alarm_interval = LEAST_REPEATED, 0, FIRST_ALARM
+        self._is_alarmed = False  # the next try is of the best option
         self._counted: tuple[str, ...] = ()  # what the steps of the newest ``next`` count for
 
     def set_times(self, num_tried: int, lengths: Floats, of_probe: float = 0.0) -> None:
@@ -107,7 +117,11 @@ class DraftSchedule:
 
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
-        self.gains += WEIGHT * (rates / rates[0] - self.gains)
+        seen = rates / rates[0]
+        self.gains += WEIGHT * (seen - self.gains)
+        best = int(seen.argmax())
+        was_tried = not self.depth and self._counted == ("try",)
+        self._paying = best if was_tried and seen[best] >= GAIN_OF_FOLLOW_UP else None
         place, best = self._place, self._best()
         depth, is_chain = self.option(best)
         is_raise = depth > self.depth
@@ -118,6 +132,23 @@ class DraftSchedule:
         self._wish, self._wish_age = depth, self._wish_age + num_steps if is_same else 1
         if self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
             self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
+            self._alarm_interval = FIRST_ALARM
+
+    def hear(self, repeated: float, num_steps: int) -> None:
+        """Try drafts soon if far more of the text is repeated than at the last such try.
+
+        Args:
+            repeated: the share of the newest tokens that repeat their own text.
+            num_steps: steps without drafts since the last call.
+        """
+        self._until_alarm -= num_steps
+        self._alarm = max(min(self._alarm, repeated + MORE_REPEATED), LEAST_REPEATED)
+        if self.depth or repeated < self._alarm or self._until_alarm > 0:
+            return
+        self._alarm, self._is_alarmed = repeated + MORE_REPEATED, True
+        self._until_alarm = self._alarm_interval
+        self._alarm_interval = min(2 * self._alarm_interval, LAST_PROBE)
+        self._until_try["other"] = min(self._until_try["other"], 0)
 
     def next(self, max_depths: Ints) -> tuple[DraftSize, int]:
         """Return what the next steps draft, and for how many at the most; ``passed`` tells how many there were.
@@ -125,7 +156,7 @@ class DraftSchedule:
         ``max_depths`` [B] are bounds of the requests.
         """
         self._expect_news(len(max_depths))
-        if self._num_tries <= 0:
+        if self._num_tries <= 0 and not self._follow_up():
             self._start_try()
         if self._num_tries > 0:
             self._counted = ("try",)
@@ -196,12 +227,23 @@ class DraftSchedule:
     def _is_settled(self) -> bool:
         return self._batch_age >= SETTLING_STEPS
 
+    def _follow_up(self) -> bool:
+        """Go on with a try, with the option that pays, for a short round; whether it does."""
+        paying, self._paying = self._paying, None
+        if paying is None or self.depth or self._num_follow_ups >= MOST_FOLLOW_UPS:
+            return False
+        self._num_follow_ups += 1
+        self._trying, self._tried, self._num_tries, self._num_untimed = "other", paying, SHORT_ROUND, SHORT_ROUND
+        return True
+
     def _start_try(self) -> None:
         """Begin a try that is due: of plain steps where there are drafts, or of another option."""
         for name, until in self._until_try.items():
             if until > (0 if self._is_settled else -LONGEST_DELAY):
                 continue
             place = 0 if name == "plain" else self._another()
+            if self._is_alarmed and not self.depth:
+                place, self._is_alarmed = int(self.gains[1:].argmax()) + 1, False
             if place == self._place:
                 continue
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
@@ -209,7 +251,7 @@ class DraftSchedule:
             most = max(min(self._stretch * length * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
             self._trying, self._tried = name, place
-            self._num_tries, self._num_untimed = MOST_TRIED_STEPS, TIMED_STEPS
+            self._num_tries, self._num_untimed, self._num_follow_ups = MOST_TRIED_STEPS, TIMED_STEPS, 0
             return
 
     def _another(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
+from specmamba.draft.sizing.repeats import Repeats
 from specmamba.draft.sizing.rounds import WARM_SECONDS, WARM_STEPS, Bounds, Round, SizedBatch, SizerFigures, WarmUp
 from specmamba.draft.sizing.schedule import (
     NOTHING_FOR_LONG,
@@ -68,7 +69,7 @@ class DraftSizer:
         num_rows = len(trees.num_nodes)
         self.state = SizerState(bounds.depths, bounds.ranks, bounds.width, bounds.max_nodes, num_rows + 1)
         self._figures = SizerFigures()
-        self.schedule = DraftSchedule(bounds.num_steps)
+        self.schedule, self._repeats = DraftSchedule(bounds.num_steps), Repeats()
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
         self.last_seconds: float | None = None  # of the newest step
@@ -102,9 +103,10 @@ class DraftSizer:
             self._figures.count(self._round)
         return self._figures
 
-    def begin(self, row: int, mode: int) -> None:
-        """Start a request in this row."""
+    def begin(self, row: int, mode: int, tokens: Sequence[int]) -> None:
+        """Start a request in this row, with its known ``tokens``."""
         draft_sizing.begin(self.state, row, mode)
+        self._repeats.begin(row, tokens)
         self.schedule.begin()
         if self._round is not None:
             self._round.num_left = 0
@@ -185,10 +187,13 @@ class DraftSizer:
         assert self._offer is not None
         draft_sizing.learn(self.state, self._drafted, self._offer, paths, num_accepted)
 
-    def observe(self, num_accepted: Sequence[int] | None, seconds: float | None) -> None:
+    def observe(
+        self, decided: Sequence[Sequence[int]], num_accepted: Sequence[int] | None, seconds: float | None
+    ) -> None:
         """End the planned step.
 
         Args:
+            decided: new tokens of each request.
             num_accepted: [B]; None: not all drafted nodes were verified.
             seconds: that the step took, measured by the host; None: it was no usual step.
         """
@@ -200,6 +205,8 @@ class DraftSizer:
                 now.num_accepted.append(num_accepted)
         elif now.size.depth:
             now.num_nodes.append(len(now.rows) if offer is None else draft_sizing.chosen(offer).num_nodes)
+        else:
+            now.decided.append(decided)
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
@@ -258,6 +265,10 @@ class DraftSizer:
                 steps.append((seconds, num_nodes))
         if done.forced is None:
             self.schedule.passed(len(done.seconds), len(steps))
+            for decided in done.decided:
+                self._repeats.add(done.rows, decided)
+            if done.decided:
+                self.schedule.hear(self._repeats.share(done.rows), len(done.decided))
             if steps and kind != self._timed_kind:
                 self._timed_kind, self._next_costs = kind, 0.0
             if steps and len(done.rows) == self._num_requests:

@@ -5,7 +5,6 @@ A process uses one instruction set, so each has a test run of its own.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +16,19 @@ from specmamba.kernels.native.build import compiled_objects
 from specmamba.kernels.native.cpp_compiler import run_compiler
 from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
 from tests.conftest import pytest_report_header
+from tests.pairwise import IS_FULL
+from tests.thinned import EVERY_THIRD
 
-IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 PARTS = {
-    "operators": ["tests/kernels", "--ignore=tests/kernels/triton"],
+    "operators": ["tests/kernels", "--ignore=tests/kernels/triton", *EVERY_THIRD],
     "exact texts": ["tests/models/test_families_exact.py"],
 }
 if IS_FULL:
     PARTS["exact texts"] += ["tests/verify", "tests/models/test_families_parity.py"]
 
 _BELOW = [level.name for level in available_levels()[1:]]
-# Operators on the lowest level, on all below the best in a full run; texts, which take minutes,
-# on the lowest, whose vectors are others.
+# A third of the operators' cases on the lowest level, all on every level below the best in a full run; texts, which
+# take minutes, on the lowest, whose vectors are others.
 LOWER = [(level, "operators") for level in (_BELOW if IS_FULL else _BELOW[-1:])]
 LOWER += [(level, "exact texts") for level in _BELOW[-1:]]
 

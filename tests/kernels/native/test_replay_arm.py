@@ -24,6 +24,7 @@ from specmamba.kernels.state_records.native_layers import NativeLayer
 from tests.kernels.native.replay import Function, Functions, Program, data_ptr
 from tests.pairwise import IS_FULL
 from tests.repository import ROOT
+from tests.thinned import EVERY_THIRD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
 
@@ -85,7 +86,7 @@ def assert_all_called(calls: Path) -> None:
     assert set(json.loads(calls.read_text())) == {function.name for function in declared_functions()}
 
 
-# Emulated, each takes minutes: the best level, and in a full run the others and whole texts.
+# Emulated, each takes minutes: some cases on the best level, and in a full run all, the other levels and whole texts.
 @pytest.mark.parametrize("level", ARM_LEVELS if IS_FULL else ARM_LEVELS[:1], ids=lambda level: level.name)
 def test_operators_on_arm(
     level: Level,
@@ -95,7 +96,8 @@ def test_operators_on_arm(
     tmp_path: Path,
 ) -> None:
     command = [*arm_emulator, str(built(level, arm_compiler, tmp_path))]
-    run_tests(*options_of(command, tmp_path / "calls"), *OPERATORS, "-k", "not 1100")  # widest products: a minute
+    narrow = ["-k", "not 1100"]  # the widest products take a minute
+    run_tests(*options_of(command, tmp_path / "calls"), *OPERATORS, *narrow, *EVERY_THIRD)
     assert_all_called(tmp_path / "calls")
 
 

@@ -56,7 +56,7 @@ def make_buffers_and_trees(
         buffers.conv_inputs[row, : width - 1 + count].normal_()
         buffers.k[row, :count] = torch.nn.functional.normalize(torch.randn(count, hk, key_dim), dim=-1)
         buffers.u[row, :count].normal_()
-        buffers.decay[row, :count] = -torch.rand(count, hv).cumsum(0)
+        buffers.decay[row, :count] = -torch.rand(count, hv)
         index[b] = relative[b] + width - 1 + torch.where(relative[b] >= 0, offset, count)
     return buffers, Trees(rows, slots, index, torch.tensor(pending), offset, mask_of(parents))
 

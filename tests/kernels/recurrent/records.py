@@ -49,7 +49,7 @@ def make_records(
     return Records(
         torch.where(pending[..., None, None], k, 1e3),
         torch.where(pending[..., None, None], u, -1e3),
-        torch.where(pending[..., None], g.cumsum(1), 500.0),
+        torch.where(pending[..., None], g, 500.0),
     )
 
 

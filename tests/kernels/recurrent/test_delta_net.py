@@ -58,6 +58,7 @@ class Case(LayerCase):
             norm_eps=1e-6,
             num_key_heads=hk,
             key_dim=key_dim,
+            step_scale=2.0 if nodes % 2 else 1.0,
         )
         self.buffers, self.trees = make_buffers_and_trees(
             heads, nodes, pending, width=width, shapes=shapes, dtype=dtype

@@ -64,14 +64,12 @@ def test_records_that_are_not_pending_any_more_do_not_count(ops: Any, heads: tup
 
 
 def token_by_token(state: Tensor, records: Records, num_pending: Tensor) -> Tensor:
-    """S = e^g S + k u^T for every record, g the difference of path decays, in float64 and all heads at once."""
+    """S = e^g S + k u^T for every record, in float64 and all heads at once."""
     folded, (k, u, decay) = state.double(), records.clone(torch.float64)
     k = k.repeat_interleave(u.shape[2] // k.shape[2], 2)
     for b, count in enumerate(num_pending.tolist()):
-        before = torch.zeros_like(decay[b, 0])
         for j in range(count):
-            step, before = (decay[b, j] - before).exp(), decay[b, j]
-            folded[b] = step[:, None, None] * folded[b] + k[b, j, :, :, None] * u[b, j, :, None]
+            folded[b] = decay[b, j].exp()[:, None, None] * folded[b] + k[b, j, :, :, None] * u[b, j, :, None]
     return folded
 
 

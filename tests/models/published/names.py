@@ -85,6 +85,21 @@ def qwen(c: dict[str, Any], prefix: str, fused: bool, one_by_one: tuple[bool, bo
     yield from block("mtp.layers.0.", is_attention=True, each=in_head)
 
 
+def bamba(c: dict[str, Any]) -> Tensors:
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    yield from ((name, (c["vocab_size"], hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    yield from norms("model.", hidden, "final_layernorm")
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "input_layernorm", "pre_ff_layernorm")
+        if i in c["attn_layer_indices"]:
+            yield from attention(f"{p}self_attn.", hidden, heads, c["num_key_value_heads"], hidden // heads)
+        else:
+            sizes = c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"]
+            yield from mamba(f"{p}mamba.", hidden, *sizes)
+        yield from mlp(f"{p}feed_forward.", hidden, c["intermediate_size"])
+
+
 def falcon(c: dict[str, Any]) -> Tensors:
     hidden, names = c["hidden_size"], ("model.embed_tokens.weight", "lm_head.weight")
     yield from ((name, (c["vocab_size"], hidden)) for name in names)
@@ -195,6 +210,30 @@ def lfm2(c: dict[str, Any]) -> Tensors:
         yield f"{p}feed_forward.expert_bias", (c["num_experts"],)
         for e in range(c["num_experts"]):
             yield from feed_forward(f"{p}feed_forward.experts.{e}.", c["moe_intermediate_size"])
+
+
+def olmo(c: dict[str, Any]) -> Tensors:
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    key_heads, value_heads, width = (c[f"linear_{x}"] for x in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    key, value = key_heads * c["linear_key_head_dim"], value_heads * width
+    yield from ((name, (c["vocab_size"], hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    yield from norms("model.", hidden, "norm")
+    for i, kind in enumerate(c["layer_types"]):
+        p = f"model.layers.{i}."
+        yield from mlp(f"{p}mlp.", hidden, c["intermediate_size"])
+        if kind == "full_attention":
+            yield from norms(p, hidden, "post_attention_layernorm", "post_feedforward_layernorm")
+            yield from attention(f"{p}self_attn.", hidden, heads, c["num_key_value_heads"], hidden // heads)
+            yield from norms(f"{p}self_attn.", hidden, "q_norm", "k_norm")
+            continue
+        yield from norms(p, hidden, "attention_layer_norm", "feedforward_layer_norm")
+        p = f"{p}linear_attn."
+        sizes = {"q": key, "k": key, "v": value, "g": value, "a": value_heads, "b": value_heads}
+        yield from ((f"{p}{x}_proj.weight", (size, hidden)) for x, size in sizes.items())
+        yield from ((f"{p}{x}_conv1d.weight", (sizes[x], 1, 4)) for x in "qkv")
+        yield from ((f"{p}{x}", (value_heads,)) for x in ("A_log", "dt_bias"))
+        yield from norms(p, width, "o_norm")
+        yield f"{p}o_proj.weight", (hidden, value)
 
 
 def pure_mamba(c: dict[str, Any]) -> Tensors:

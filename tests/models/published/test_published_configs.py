@@ -18,7 +18,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from tests.models.published.names import Tensors, falcon, granite, lfm2, nemotron, pure_mamba, qwen
+from tests.models.published.names import Tensors, bamba, falcon, granite, lfm2, nemotron, olmo, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
@@ -85,6 +85,28 @@ QWEN_35 = QWEN | {
         "partial_rotary_factor": 0.25,
     },
     "vocab_size": 248320,
+}
+BAMBA = {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [9, 18, 27],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
 }
 FALCON = {
     "architectures": ["FalconH1ForCausalLM"],
@@ -178,6 +200,29 @@ LFM2 = {
     "rope_theta": 1000000.0,
     "vocab_size": 65536,
 }
+OLMO_HYBRID = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "model_type": "olmo_hybrid",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "layer_types": [*3 * ["linear_attention"], "full_attention"] * 8,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 30,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 30,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": None},
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 
 MODELS = {
     "Qwen3-Next-80B-A3B": Published(
@@ -201,6 +246,7 @@ MODELS = {
         30,
         StateShape(16, 32, 128, 128, 4),
     ),
+    "Bamba-9B": Published(BAMBA, bamba, 9.78e9, (KVShape(3, 8, 128),), 29, StateShape(1, 128, 128, 64, 4)),
     "Falcon-H1-0.5B": Published(
         FALCON
         | {
@@ -384,6 +430,9 @@ MODELS = {
         18,
         StateShape.window(2048, 3),
     ),
+    "Olmo-Hybrid-7B": Published(
+        OLMO_HYBRID, olmo, 7_430_870_688, (KVShape(8, 30, 128),), 24, StateShape(30, 30, 96, 192, 4)
+    ),
     "Mamba-Codestral-7B": Published(
         {
             "architectures": ["Mamba2ForCausalLM"],
@@ -435,4 +484,4 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    assert limits == (set() if name.startswith(("Qwen", "LFM2")) else {(0.0, INF)})
+    assert limits == (set() if name.startswith(("Qwen", "LFM2", "Olmo")) else {(0.0, INF)})

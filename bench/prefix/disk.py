@@ -1,0 +1,118 @@
+"""Time to first token of a prompt that is in memory, on disk, and nowhere; and what writing it costs.
+
+A round takes a new text. The engine with the disk computes it, and writes meanwhile; then it is asked for it three
+times: from memory, from disk (cached prefixes in memory flushed), and from disk with the files out of the system's page
+cache (by ``posix_fadvise``, a request that the system usually follows). The engine without a cache answers the same
+prompt before and after, and each figure is a ratio to the mean of these two.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmamba.bench.prefix.engines import Demand, PrefixBenchConfig, pool_flags, start_engine
+from specmamba.bench.prefix.run import Answer, run_wave, warm_up
+from specmamba.bench.prefix.texts import TextSource
+from specmamba.bench.prefix.workloads import Ask
+from specmamba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specmamba import LLM
+
+KINDS = ("writing", "memory", "disk", "disk_dropped")
+
+
+def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> dict[str, Any]:
+    """Measure; ratios are medians over rounds.
+
+    Raises:
+        ConfigError: the prompt does not fit the context.
+    """
+    length = config.ttft_tokens
+    if length >= cold.engine.context_length:
+        raise ConfigError(
+            f"--ttft-tokens {length}: no output fits behind it in a context of {cold.engine.context_length}; lower it "
+            "and --ttft-shared-tokens"
+        )
+    demand = Demand(1, 1, length + 1, length, 2 * length, 8 + -(-length // config.chunked_prefill_size))
+    with _folder(config) as folder:
+        flags = pool_flags(config, [demand]) | {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
+        with start_engine(config, **flags) as warm:
+            for llm in (cold, warm):
+                warm_up(llm, source, config)
+            rounds = [_round(config, cold, warm, folder, source, number) for number in range(config.rounds)]
+            stats = warm.engine.stats().disk
+    assert stats is not None
+    figures: dict[str, Any] = {"prompt_tokens": length, "rounds": config.rounds}
+    for kind in KINDS:
+        ratios = [one["ratios"][kind] for one in rounds]
+        figures[f"{kind}_ratio"] = round(statistics.median(ratios), 4)
+        figures[f"{kind}_ratio_range"] = [round(min(ratios), 4), round(max(ratios), 4)]
+    return {
+        **figures,
+        "cached_tokens": min(one["cached"] for one in rounds),
+        "written_bytes_per_token": round(stats.written_bytes / (length * config.rounds)),
+        "load_share": round(stats.load_seconds / sum(one["disk_s"] for one in rounds), 4),
+        "lost_writes": sum(stats.lost_writes.values()),
+        "different_texts": sum(one["different_texts"] for one in rounds),
+    }
+
+
+@contextmanager
+def _folder(config: PrefixBenchConfig) -> Iterator[Path]:
+    """A folder of its own on the disk that is measured: in the one of the flags, or where temporary files are."""
+    parent = config.hicache_storage_dir
+    if parent is not None:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="specmamba-bench-", dir=parent) as name:
+        yield Path(name)
+
+
+def _round(
+    config: PrefixBenchConfig, cold: LLM, warm: LLM, folder: Path, source: TextSource, number: int
+) -> dict[str, Any]:
+    draw = random.Random(f"{config.seed}/disk/{number}")
+    ask = Ask("user", source.cut(config.ttft_tokens, draw))
+    before = _answer(cold, ask)
+    answers = {"writing": _answer(warm, ask)}
+    _drain(warm)
+    answers["memory"] = _answer(warm, ask)
+    for kind in ("disk", "disk_dropped"):
+        _drain(warm)
+        warm.engine.flush_cache()
+        if kind == "disk_dropped":
+            _drop_page_cache(folder)
+        answers[kind] = _answer(warm, ask)
+    seconds = (before.ttft_s + _answer(cold, ask).ttft_s) / 2
+    return {
+        "ratios": {kind: answer.ttft_s / seconds for kind, answer in answers.items()},
+        "disk_s": answers["disk"].ttft_s + answers["disk_dropped"].ttft_s,
+        "cached": min(answers[kind].num_cached_tokens for kind in ("disk", "disk_dropped")),
+        "different_texts": sum(answer.output != before.output for answer in answers.values()),
+    }
+
+
+def _answer(llm: LLM, ask: Ask) -> Answer:
+    return run_wave(llm, [ask], 1)[0]
+
+
+def _drain(llm: LLM) -> None:
+    tiers = llm.engine.cache_manager.tiers
+    assert tiers is not None
+    tiers.drain()
+
+
+def _drop_page_cache(folder: Path) -> None:
+    for file in folder.glob("*.entry"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,67 @@
+"""What is counted of prefixes on disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+DiskMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
+DISK_MISSES: tuple[DiskMiss, ...] = get_args(DiskMiss)
+LostWrite = Literal["busy", "too_large", "disk_full", "failed"]
+LOST_WRITES: tuple[LostWrite, ...] = get_args(LostWrite)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Sizes of the folder now, entries of other models included, and counts since the start."""
+
+    num_entries: int
+    num_bytes: int
+    max_bytes: int
+    bytes_in_flight: int
+    hits: int  # requests that got a prefix from the disk
+    hit_tokens: int
+    misses: dict[DiskMiss, int]  # requests for which the disk had nothing more than memory, or could not give it
+    load_seconds: float  # from a request's question to its prefix in memory, of all hits
+    loaded_bytes: int
+    writes: int
+    written_bytes: int
+    lost_writes: dict[LostWrite, int]
+    evictions: int
+    damaged: int  # files that were found damaged, and removed
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Counts since the start; ``stats`` adds the sizes."""
+
+    hits: int = 0
+    hit_tokens: int = 0
+    misses: Counter[DiskMiss] = field(default_factory=Counter)
+    load_seconds: float = 0.0
+    loaded_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    lost_writes: Counter[LostWrite] = field(default_factory=Counter)
+    evictions: int = 0
+    damaged: int = 0
+
+    def stats(self, num_entries: int, num_bytes: int, max_bytes: int, bytes_in_flight: int) -> DiskStats:
+        """Return these counts with the sizes now."""
+        return DiskStats(
+            num_entries=num_entries,
+            num_bytes=num_bytes,
+            max_bytes=max_bytes,
+            bytes_in_flight=bytes_in_flight,
+            hits=self.hits,
+            hit_tokens=self.hit_tokens,
+            misses={reason: self.misses[reason] for reason in DISK_MISSES},
+            load_seconds=self.load_seconds,
+            loaded_bytes=self.loaded_bytes,
+            writes=self.writes,
+            written_bytes=self.written_bytes,
+            lost_writes={reason: self.lost_writes[reason] for reason in LOST_WRITES},
+            evictions=self.evictions,
+            damaged=self.damaged,
+        )

@@ -1,0 +1,348 @@
+"""Entries on disk: found by their prefixes, loaded, written and evicted by threads of their own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from specmamba.cache.prefix.node import Tokens
+from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
+from specmamba.cache.tiers.disk_stats import DiskCounts, DiskMiss, DiskStats, LostWrite
+from specmamba.cache.tiers.entry import Entry, EntryLayout
+from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
+from specmamba.cache.tiers.entry_index import EntryIndex, Stored
+from specmamba.cache.tiers.mover import Mover
+from specmamba.cache.tiers.prefix_hash import PrefixHasher
+
+logger = logging.getLogger("specmamba")
+
+MAX_BYTES_IN_FLIGHT = 512 << 20  # in each direction; a single prefix may be larger
+MAX_LOAD_S = 10.0  # a request does not wait longer for a disk
+SCAN_INTERVAL_S = 2.0  # between two looks for what other processes have written
+TOUCH_INTERVAL_NS = 60 * 10**9  # between two notes on a file that it is used
+CLOSE_S = 30.0  # for what is still to be written
+
+
+class Load:
+    """A chain of entries on its way from the disk. Made by ``DiskTier.load``; other threads may ask for its result."""
+
+    def __init__(self, chain: Sequence[Stored]) -> None:
+        self.chain = tuple(chain)
+        self.nbytes = sum(entry.token_bytes for entry in chain) + chain[-1].state_bytes  # in memory
+        self.began = time.monotonic()
+        self.is_over = False  # its request has taken it, or wants it no more
+        self._result: tuple[Entry, ...] | DiskMiss | None = None
+
+    @property
+    def result(self) -> tuple[Entry, ...] | DiskMiss | None:
+        """The entries, all but the last without a state; why there are none; None: it is not known yet."""
+        is_late = self._result is None and time.monotonic() - self.began > MAX_LOAD_S
+        return "slow" if is_late else self._result
+
+    def end(self, result: tuple[Entry, ...] | DiskMiss) -> None:
+        """Set the result."""
+        self._result = result
+
+
+class DiskTier:
+    """The entries of one layout in a folder that other processes, and other models, may use too.
+
+    The engine's thread asks and gives; two threads read and write. Whatever is wrong with the disk is counted, and is a
+    miss or a write that is lost.
+    """
+
+    def __init__(self, path: Path, layout: EntryLayout, max_bytes: int, max_tokens: int) -> None:
+        """Read the headers of all entries.
+
+        Args:
+            path: of the folder; made if need be.
+            layout: of this engine's entries.
+            max_bytes: of all files. What was used longest ago is removed for what is new.
+            max_tokens: of a segment that is read.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        self.layout = layout
+        self._folder, self._secret = EntryFolder.open(path)
+        self._max_bytes, self._max_tokens = max_bytes, max_tokens
+        self._index = EntryIndex()
+        self._lock = threading.Lock()  # guards the index, the counts and what is being written
+        self._counts = DiskCounts()
+        self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
+        self._reader = Mover("specmamba-disk-reader", 2 * MAX_BYTES_IN_FLIGHT)
+        self._writer = Mover("specmamba-disk-writer", MAX_BYTES_IN_FLIGHT)
+        self._scanned, self._seen = 0.0, -1
+        self._reads_since: float | None = None  # when the reader's thread began with its newest load
+        with suppress(OSError):
+            self._folder.remove_leftovers()
+        self._scan()
+
+    def hasher(self, tokens: Tokens, extra_key: str | None, tenant: str | None) -> PrefixHasher:
+        """Return what hashes beginnings of a text [n] int64."""
+        return PrefixHasher(self._secret, tenant, extra_key, tokens)
+
+    def find(self, text: PrefixHasher) -> list[Stored]:
+        """Return the entries that hold the longest beginning of a text, those that are being written included."""
+        if self._is_scan_due:
+            self._reader.put(self._scan_if_due, 0)
+        with self._lock:
+            return self._index.find(self.layout.fingerprint, text)
+
+    def why_absent(self, text: PrefixHasher) -> DiskMiss:
+        """Return why ``find`` finds nothing: "fingerprint" if other models or settings have entries of the text."""
+        with self._lock:
+            others = self._index.fingerprints - {self.layout.fingerprint}
+        for fingerprint in others:
+            text.restart()
+            with self._lock:
+                if self._index.find(fingerprint, text):
+                    return "fingerprint"
+        return "absent"
+
+    def note_use(self, chain: Sequence[Stored]) -> None:
+        """Note that entries are in use, though in memory, so that they are not removed for what is used less."""
+        now = time.time_ns()
+        old = [entry for entry in chain if now - entry.used > TOUCH_INTERVAL_NS]
+        for entry in old:
+            entry.used = now
+        if old:
+            self._reader.put(lambda: self._touch(old), 0)
+
+    def load(self, chain: Sequence[Stored]) -> Load:
+        """Begin to read a chain; of all entries but the last, KV alone is read."""
+        load = Load(chain)
+        if self.hangs or not self._reader.put(lambda: load.end(self._read(load)), load.nbytes):
+            load.end("slow")
+        return load
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the disk does not answer, so that no request should wait for it."""
+        since = self._reads_since
+        return since is not None and time.monotonic() - since > MAX_LOAD_S
+
+    def has_room_to_put(self, nbytes: int) -> bool:
+        """Whether ``put`` takes an entry of this size; False is counted as a lost write."""
+        lost: LostWrite | None = "too_large" if nbytes > self._max_bytes else None
+        if lost is None and not self._writer.has_room(nbytes):
+            lost = "busy"
+        if lost is not None:
+            self._lose(lost)
+        return lost is None
+
+    def wait_to_put(self, nbytes: int, timeout_s: float) -> bool:
+        """Wait until ``put`` takes an entry of this size; for the end of a process only."""
+        return self._writer.wait(nbytes, timeout_s)
+
+    def put(self, entry: Entry) -> None:
+        """Write an entry, soon. It is found from now on."""
+        nbytes = encoded_bytes(entry)
+        sizes = sum(part.nbytes for part in entry.tokens), sum(part.nbytes for part in entry.state or ())
+        stored = Stored(
+            self.layout.fingerprint, entry.key, entry.parent, entry.start, entry.end, *sizes, nbytes, time.time_ns()
+        )
+        with self._lock:
+            self._index.add(stored)
+            self._coming[entry.key] = entry
+        if not self._writer.put(lambda: self._write(entry, stored), entry.nbytes):
+            self._forget(stored)
+            self._lose("busy")
+
+    def count_hit(self, load: Load, num_tokens: int) -> None:
+        """Count a chain that is in memory now, ``num_tokens`` of which were not before."""
+        counts = self._counts
+        with self._lock:
+            counts.hits += 1
+            counts.hit_tokens += num_tokens
+            counts.load_seconds += time.monotonic() - load.began
+            counts.loaded_bytes += load.nbytes
+
+    def count_miss(self, reason: DiskMiss) -> None:
+        """Count a request that got nothing."""
+        with self._lock:
+            self._counts.misses[reason] += 1
+
+    def stats(self) -> DiskStats:
+        """Return sizes now and counts since the start."""
+        in_flight = self._reader.num_bytes + self._writer.num_bytes
+        with self._lock:
+            return self._counts.stats(len(self._index), self._index.num_bytes, self._max_bytes, in_flight)
+
+    def drain(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait until all that was put is written; returns whether it was."""
+        return self._writer.drain(timeout_s)
+
+    def close(self) -> None:
+        """Write what was put, and end the threads; a disk that does not answer is left alone after ``CLOSE_S``."""
+        if not self._writer.close(CLOSE_S):
+            logger.warning("--hicache-storage-dir: the disk does not answer, and the newest prefixes are not on it")
+        self._reader.close(0.0)
+
+    # ---- on the reader's thread --------------------------------------------------------------------------------------
+
+    def _read(self, load: Load) -> tuple[Entry, ...] | DiskMiss:
+        if load.is_over:
+            return "slow"
+        self._reads_since = time.monotonic()
+        try:
+            return self._read_chain(load)
+        except Exception:  # its request must not wait
+            logger.exception("an entry of the prefix cache cannot be read")
+            return "unreadable"
+        finally:
+            self._reads_since = None
+
+    def _read_chain(self, load: Load) -> tuple[Entry, ...] | DiskMiss:
+        entries: list[Entry] = []
+        for stored in load.chain:
+            try:
+                entries.append(self._read_one(stored, with_state=stored is load.chain[-1]))
+            except FileNotFoundError:
+                self._forget(stored)
+                return "vanished"
+            except EntryError as error:
+                self._drop(stored, error)
+                return error.fault
+            except (OSError, MemoryError) as error:
+                logger.warning("an entry of the prefix cache cannot be read: %s", error)
+                return "unreadable"
+        self._touch(load.chain)
+        return tuple(entries)
+
+    def _read_one(self, stored: Stored, with_state: bool) -> Entry:
+        if (coming := self._coming.get(stored.key)) is not None:
+            return coming
+        with self._folder.read(stored.name) as stream:
+            entry = read_entry(stream, self.layout, self._max_tokens, with_state)
+        if (entry.key, entry.parent, entry.start, entry.end) != (
+            stored.key,
+            stored.parent,
+            stored.start,
+            stored.end,
+        ):
+            raise EntryError("damaged", "it is another entry than its name and its first reading say")
+        return entry
+
+    def _touch(self, chain: Sequence[Stored]) -> None:
+        for stored in chain:
+            stored.used = time.time_ns()
+            with suppress(OSError):
+                self._folder.touch(stored.name)
+
+    def _drop(self, stored: Stored, error: EntryError) -> None:
+        """Remove a file that is not what it was, so that it is found by no request any more."""
+        logger.warning("an entry of the prefix cache is not used: %s", error)
+        self._forget(stored)
+        if error.fault == "damaged":
+            with self._lock:
+                self._counts.damaged += 1
+            with suppress(OSError):
+                self._folder.remove(stored.name)
+
+    def _forget(self, stored: Stored) -> None:
+        with self._lock:
+            if self._index.get(stored.name) is stored:
+                self._index.remove(stored.name)
+                self._coming.pop(stored.key, None)
+
+    @property
+    def _is_scan_due(self) -> bool:
+        return time.monotonic() - self._scanned > SCAN_INTERVAL_S
+
+    def _scan_if_due(self) -> None:
+        """Scan the folder unless that was done a short time ago, or no file has come or gone since."""
+        if not self._is_scan_due:
+            return
+        self._scanned = time.monotonic()
+        with suppress(OSError):
+            changed = self._folder.changed()
+            # the clock of files has steps, so a change may come after a look and have its time
+            if changed != self._seen or abs(time.time_ns() - changed) < 10**9:
+                self._scan()
+
+    def _scan(self) -> None:
+        """Make the index what the folder is now: other processes write and remove files too."""
+        try:
+            self._seen = self._folder.changed()
+            files = {file.name: file for file in self._folder.list()}
+        except OSError:
+            files = {}  # the folder is gone
+        with self._lock:
+            for stored in list(self._index):
+                if stored.name not in files and stored.key not in self._coming:
+                    self._index.remove(stored.name)
+            for name, file in files.items():
+                if (known := self._index.get(name)) is not None:
+                    known.used = max(known.used, file.used)
+            unknown = [file for name, file in files.items() if self._index.get(name) is None]
+        for file in unknown:
+            self._read_header(file)
+
+    def _read_header(self, file: EntryFile) -> None:
+        """Add a file to the index; one that is damaged is removed, one of another format counts and is not used."""
+        fingerprint, key = file.name
+        stored = Stored(fingerprint, key, b"", 0, 0, 0, 0, file.nbytes, file.used)
+        try:
+            with self._folder.read(file.name) as stream:
+                header = read_header(stream)
+            if (header.fingerprint, header.key) != file.name or header.nbytes != file.nbytes:
+                raise EntryError("damaged", "its header does not fit the file")
+            stored = Stored.of(header, file.nbytes, file.used)
+        except OSError:
+            return
+        except EntryError as error:
+            if error.fault == "damaged":
+                self._drop(stored, error)
+                return
+        with self._lock:
+            if self._index.get(file.name) is None:
+                self._index.add(stored)
+
+    # ---- on the writer's thread --------------------------------------------------------------------------------------
+
+    def _write(self, entry: Entry, stored: Stored) -> None:
+        lost: LostWrite | None = "failed"
+        try:
+            if self._make_room(stored):
+                file = self._folder.write(stored.name, encode(entry))
+                lost = None
+            else:
+                lost = "too_large"
+        except OSError as error:
+            logger.warning("a prefix cannot be written to disk: %s", error.strerror)
+            lost = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "failed"
+        finally:
+            if lost is not None:
+                self._forget(stored)
+                self._lose(lost)
+        if lost is None:
+            with self._lock:
+                self._coming.pop(entry.key, None)
+                stored.used = file.used
+                self._counts.writes += 1
+                self._counts.written_bytes += file.nbytes
+
+    def _make_room(self, new: Stored) -> bool:
+        """Remove entries until a new one fits beside those that are left; False if it cannot."""
+        self._scan_if_due()  # others write into the same budget
+        while True:
+            with self._lock:
+                waiting = sum(encoded_bytes(entry) for key, entry in self._coming.items() if key != new.key)
+                if self._index.num_bytes - waiting <= self._max_bytes:
+                    return True
+                victim = self._index.oldest({(self.layout.fingerprint, key) for key in self._coming})
+                if victim is None:
+                    return False
+                self._index.remove(victim.name)
+                self._counts.evictions += 1
+            self._folder.remove(victim.name)
+
+    def _lose(self, reason: LostWrite) -> None:
+        with self._lock:
+            self._counts.lost_writes[reason] += 1

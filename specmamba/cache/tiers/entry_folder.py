@@ -1,0 +1,165 @@
+"""The files of a folder of entries. Several processes may use one folder."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+from specmamba.cache.tiers.entry_index import Name
+from specmamba.errors import ConfigError
+
+SECRET_FILE = "secret"
+SECRET_BYTES = 32
+_ENTRY = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})\.entry")
+_TEMPORARY = re.compile(r"\.[0-9a-f-]+\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFile:
+    """A file of the folder, by its name and its status."""
+
+    name: Name
+    nbytes: int
+    used: int  # time of its last change in nanoseconds: entries are touched when they are used
+
+
+class EntryFolder:
+    """A folder of mode 0700 with a file of mode 0600 for each entry, and a secret for the hashes of prefixes.
+
+    A file gets its name when it is complete. Until then its writer holds a lock on it, so that files whose writers were
+    killed can be told from files that are being written. All methods but ``open`` may raise OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._numbers = itertools.count()
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[EntryFolder, bytes]:
+        """Make the folder if need be; returns it with its secret.
+
+        Raises:
+            ConfigError: it cannot be made or written, others may enter it, or its secret cannot be read.
+        """
+        folder = cls(path)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            is_private = not path.stat().st_mode & 0o077
+            secret = folder._read_secret() if is_private else b""
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"--hicache-storage-dir {path}: the folder cannot be used: {reason}") from None
+        if not is_private:  # it may be one that others need, so its mode is not changed here
+            raise ConfigError(
+                f"--hicache-storage-dir {path}: other users may enter this folder, and entries tell texts: run chmod "
+                "700 on it, or name a folder that does not exist yet"
+            )
+        if len(secret) != SECRET_BYTES:
+            raise ConfigError(
+                f"--hicache-storage-dir {path}: its file {SECRET_FILE!r} is damaged, and no entry can be found without "
+                "it: remove the folder"
+            )
+        return folder, secret
+
+    def list(self) -> Iterator[EntryFile]:
+        """Iterate over the files of entries, in no order."""
+        with os.scandir(self.path) as files:
+            for file in files:
+                if (match := _ENTRY.fullmatch(file.name)) is None:
+                    continue
+                with suppress(FileNotFoundError):  # another process has removed it
+                    status = file.stat(follow_symlinks=False)
+                    key, fingerprint = bytes.fromhex(match[1]), bytes.fromhex(match[2])
+                    yield EntryFile((fingerprint, key), status.st_size, status.st_mtime_ns)
+
+    def file(self, name: Name) -> Path:
+        """Return the path of an entry's file."""
+        fingerprint, key = name
+        return self.path / f"{key.hex()}-{fingerprint.hex()}.entry"
+
+    @contextmanager
+    def read(self, name: Name) -> Iterator[BufferedReader]:
+        """Open an entry's file. Raises FileNotFoundError: it was removed."""
+        descriptor = os.open(self.file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as stream:
+            yield stream
+
+    def write(self, name: Name, pieces: Iterable[memoryview]) -> EntryFile:
+        """Write an entry's file; it appears, complete, in the place of one of the same name if there is one."""
+        temporary = self.path / f".{os.getpid()}-{secrets.token_hex(4)}-{next(self._numbers)}.tmp"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb", buffering=0) as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX)
+                for piece in pieces:
+                    _write_whole(stream.fileno(), piece)
+                os.fdatasync(stream.fileno())  # else a power failure may leave a name without its content
+                status = os.fstat(stream.fileno())
+                temporary.rename(self.file(name))
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        return EntryFile(name, status.st_size, status.st_mtime_ns)
+
+    def touch(self, name: Name) -> None:
+        """Set the time of last use to now."""
+        os.utime(self.file(name))
+
+    def remove(self, name: Name) -> None:
+        """Remove an entry's file, if it is still there."""
+        self.file(name).unlink(missing_ok=True)
+
+    def changed(self) -> int:
+        """Return the time at which a file was last added or removed."""
+        return self.path.stat().st_mtime_ns
+
+    def remove_leftovers(self) -> int:
+        """Remove files that a killed process has begun to write; returns their number."""
+        count = 0
+        for file in list(self.path.iterdir()):
+            if _TEMPORARY.fullmatch(file.name) is None:
+                continue
+            with suppress(OSError):
+                count += _remove_unlocked(file)
+        return count
+
+    def _read_secret(self) -> bytes:
+        """Read the secret; the first process of a folder makes it, and of several at a time one."""
+        file = self.path / SECRET_FILE
+        if not file.exists():
+            own = self.path / f".{secrets.token_hex(8)}.tmp"
+            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX)
+                stream.write(secrets.token_bytes(SECRET_BYTES))
+                stream.flush()
+                with suppress(FileExistsError):
+                    os.link(own, file)  # as one step: unlike a rename it fails if another process was first
+            own.unlink(missing_ok=True)
+        with file.open("rb") as stream:
+            return stream.read(SECRET_BYTES + 1)
+
+
+def _write_whole(descriptor: int, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[os.write(descriptor, piece) :]
+
+
+def _remove_unlocked(file: Path) -> bool:
+    """Remove a file unless its writer still lives; returns whether it was removed."""
+    with file.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        file.unlink(missing_ok=True)
+        return True

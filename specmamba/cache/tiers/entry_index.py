@@ -1,0 +1,126 @@
+"""What a folder of entries holds, in memory: which continue which, and which were used longest ago."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+from specmamba.cache.tiers.codec import Header
+from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
+
+Name = tuple[bytes, bytes]  # fingerprint and key: what the file of an entry is called after
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """An entry of the folder."""
+
+    fingerprint: bytes
+    key: bytes
+    parent: bytes
+    start: int
+    end: int
+    token_bytes: int
+    state_bytes: int
+    nbytes: int  # of the file
+    used: int  # when it was last used, in nanoseconds: the time of its file's last change
+
+    @classmethod
+    def of(cls, header: Header, nbytes: int, used: int) -> Stored:
+        """Describe a file by its header."""
+        sizes = header.token_bytes, header.state_bytes
+        return cls(
+            header.fingerprint, header.key, header.parent, header.start, header.end, *sizes, nbytes=nbytes, used=used
+        )
+
+    @property
+    def name(self) -> Name:
+        return self.fingerprint, self.key
+
+
+class EntryIndex:
+    """The entries of a folder, those of other models included, since all share its bytes. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Name, Stored] = {}
+        self._num_of: Counter[bytes] = Counter()  # entries of each fingerprint
+        self._below: dict[Name, Counter[int]] = {}  # by fingerprint and parent: the ends of the entries that follow
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Stored]:
+        return iter(self._entries.values())
+
+    def get(self, name: Name) -> Stored | None:
+        """Return an entry, or None."""
+        return self._entries.get(name)
+
+    @property
+    def fingerprints(self) -> set[bytes]:
+        """The fingerprints of all entries."""
+        return set(self._num_of)
+
+    def add(self, entry: Stored) -> None:
+        """Add an entry, in the place of one of the same name."""
+        self.remove(entry.name)
+        self._entries[entry.name] = entry
+        self._num_of[entry.fingerprint] += 1
+        self._below.setdefault((entry.fingerprint, entry.parent), Counter())[entry.end] += 1
+        self.num_bytes += entry.nbytes
+
+    def remove(self, name: Name) -> Stored | None:
+        """Remove an entry; returns it, or None if there is none of this name."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return None
+        self._num_of[entry.fingerprint] -= 1
+        if not self._num_of[entry.fingerprint]:
+            del self._num_of[entry.fingerprint]
+        ends = self._below[entry.fingerprint, entry.parent]
+        ends[entry.end] -= 1
+        if not ends[entry.end]:
+            del ends[entry.end]
+        if not ends:
+            del self._below[entry.fingerprint, entry.parent]
+        self.num_bytes -= entry.nbytes
+        return entry
+
+    def find(self, fingerprint: bytes, text: PrefixHasher) -> list[Stored]:
+        """Return the entries that together hold the longest beginning of a text, the first segment first.
+
+        Only lengths at which an entry ends are hashed: those behind the text's head, then those behind each entry that
+        is found.
+        """
+        if text.num_tokens < HEAD_TOKENS or not self._entries:
+            return []
+        lengths = self._ends_behind(fingerprint, text.digest(HEAD_TOKENS), text.num_tokens)
+        heapq.heapify(lengths)
+        found: dict[bytes, Stored] = {}
+        last: Stored | None = None
+        previous = 0
+        while lengths:
+            length = heapq.heappop(lengths)
+            if length == previous:
+                continue
+            previous, entry = length, self._entries.get((fingerprint, text.digest(length)))
+            if entry is not None and entry.end == length and (entry.start == 0 or entry.parent in found):
+                found[entry.key] = last = entry
+                for end in self._ends_behind(fingerprint, entry.key, text.num_tokens):
+                    heapq.heappush(lengths, end)
+        chain: list[Stored] = []
+        while last is not None:
+            chain.append(last)
+            last = found.get(last.parent) if last.start else None
+        return chain[::-1]
+
+    def oldest(self, spared: Container[Name] = ()) -> Stored | None:
+        """Return what was used longest ago of the entries that no other one continues; None: all such are spared."""
+        leaves = (entry for entry in self if entry.name not in self._below and entry.name not in spared)
+        return min(leaves, key=lambda entry: entry.used, default=None)
+
+    def _ends_behind(self, fingerprint: bytes, parent: bytes, most: int) -> list[int]:
+        return [end for end in self._below.get((fingerprint, parent), ()) if end <= most]

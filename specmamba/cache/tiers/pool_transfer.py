@@ -1,0 +1,96 @@
+"""Between the pools and entries: what a prefix has in slots of the pools becomes bytes, and bytes go into slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.prefix.node import TokenSlots
+from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
+from specmamba.cache.tiers.entry import Bytes, Entry, EntryLayout, Part
+
+
+class PoolTransfer:
+    """Copies between one engine's pools and entries of its layout."""
+
+    def __init__(self, kv: KVPool, states: StatePool, identity: Mapping[str, str]) -> None:
+        """Describe the pools.
+
+        Args:
+            kv: keys and values of the target and the draft.
+            states: recurrent states, windows and the drafter's features.
+            identity: of the model, as ``EntryLayout`` has it.
+        """
+        self._kv, self._states = kv, states
+        tokens = [_part(f"kv{i}", group, (len(group), *group.shape[2:])) for i, group in enumerate(kv.groups)]
+        names = zip(("recurrent", "window", "features"), states.tensors, strict=True)
+        state = [_part(name, each, (len(each), *each.shape[2:])) for name, each in names]
+        self.layout = EntryLayout(dict(identity), tuple(tokens), tuple(state))
+
+    def take(self, key: bytes, parent: bytes, start: int, slots: TokenSlots, state_slot: int) -> Entry:
+        """Copy a segment out of the pools.
+
+        Args:
+            key, parent: as ``Entry`` has them.
+            start: position of its first token.
+            slots: [n] int64, token slots of its KV.
+            state_slot: has the prefix cache's state after the last token.
+
+        Raises:
+            StateOwnershipError: the slot holds another state.
+        """
+        end = start + len(slots)
+        self._states.check(state_slot, PREFIX_CACHE, end)
+        index = torch.from_numpy(slots).to(self._kv.groups[0].device if self._kv.groups else "cpu")
+        tokens = tuple(_bytes_of(group.index_select(1, index)) for group in self._kv.groups)
+        state = tuple(_bytes_of(each[:, state_slot].clone()) for each in self._states.tensors)
+        return Entry(self.layout, key, parent, start, end, tokens, state)
+
+    def put_tokens(self, entries: Sequence[Entry], start: int, slots: TokenSlots) -> None:
+        """Copy KV of positions [start, start + n) into token slots [n] of the pool.
+
+        Args:
+            entries: of this layout, one behind the other; the first may begin before ``start``.
+            start: position of the first slot.
+            slots: [n] int64.
+        """
+        for entry in entries:
+            first = max(start, entry.start)
+            own = torch.from_numpy(slots[first - start : entry.end - start])
+            for part, group, given in zip(self.layout.token_parts, self._kv.groups, entry.tokens, strict=True):
+                size = part.shape[0], entry.end - entry.start, *part.shape[1:]
+                source = _tensor(given, group.dtype, size)[:, first - entry.start :]
+                group.index_copy_(1, own.to(group.device), source.to(group.device))
+
+    def put_state(self, entry: Entry, state_slot: int) -> None:
+        """Copy an entry's state into a slot that the prefix cache has reserved.
+
+        Raises:
+            StateOwnershipError: the prefix cache does not own the slot.
+        """
+        assert entry.state is not None
+        self._states.begin_write(state_slot, PREFIX_CACHE)
+        for part, each, given in zip(self.layout.state_parts, self._states.tensors, entry.state, strict=True):
+            each[:, state_slot] = _tensor(given, each.dtype, part.shape).to(each.device)
+        self._states.end_write(state_slot, entry.end)
+
+
+def _part(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Part:
+    return Part(name, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize, shape)
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    """Copy a tensor to the host, as bytes; one that was made for this is not copied again."""
+    flat = tensor.contiguous().cpu().reshape(-1)
+    array: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
+    return array
+
+
+def _tensor(given: Bytes, dtype: torch.dtype, size: Sequence[int]) -> Tensor:
+    if not given.nbytes:
+        return torch.empty(*size, dtype=dtype)
+    return torch.from_numpy(given).view(dtype).view(*size)

@@ -1,0 +1,294 @@
+"""Greedy text after a prefix from disk is the text without a cache, in float32, token for token, with equal drafts.
+
+Whatever is wrong with the disk is a miss, with its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specmamba import LLM, SamplingParams
+from specmamba.cache.tiers import prefix_tiers
+from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers.prefix_tiers import PrefixTiers
+from specmamba.config import DEMO_MODEL
+from specmamba.core import Owner, RequestOutput
+from specmamba.models.text.tokenizer import Tokenizer
+from tests.cache.test_disk_tier import DAMAGE
+from tests.cache.test_prefix_exact import check_pools
+from tests.drafts import DRAFTS
+
+Tokens = tuple[int, ...]
+NUM_TOKENS = 20
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tokens]:
+    tokenizer = Tokenizer(DEMO_MODEL)
+    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
+    return [tuple(tokenizer.encode(json.loads(line)["prompt"])) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def prompt(prompts: list[Tokens]) -> Tokens:
+    return next(each for each in prompts if len(each) > 120)[:120]
+
+
+def new_llm(folder: Path | None, drafts: str = "chain", **flags: Any) -> LLM:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 512,
+        "max_running_requests": 4,
+        "max_mamba_cache_size": 64,
+        "chunked_prefill_size": 32,
+        "speculative_adaptive": "off",
+        "hicache_storage_dir": folder,
+    }
+    return LLM(**{**settings, **DRAFTS[drafts], **flags})
+
+
+def run(llm: LLM, text: Tokens) -> RequestOutput:
+    return llm.generate(text, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))[0]
+
+
+def tiers(llm: LLM) -> PrefixTiers:
+    assert llm.engine.cache_manager.tiers is not None
+    return llm.engine.cache_manager.tiers
+
+
+def stats(llm: LLM) -> DiskStats:
+    disk = llm.engine.stats().disk
+    assert disk is not None
+    return disk
+
+
+def forget(llm: LLM) -> None:
+    """Leave the prefixes on disk alone."""
+    assert tiers(llm).drain()
+    llm.engine.flush_cache()
+
+
+def without_cache(drafts: str, text: Tokens, **flags: Any) -> RequestOutput:
+    with new_llm(None, drafts, disable_radix_cache=True, **flags) as llm:
+        return run(llm, text)
+
+
+# each policy meets each kind of draft, and each page size
+CASES = [
+    (policy, 16 if (i + j) % 2 else 1, drafts)
+    for (i, policy), (j, drafts) in itertools.product(enumerate(POLICIES), enumerate(DRAFTS))
+]
+
+
+@pytest.mark.fast_cases("write_through-16-chain")
+@pytest.mark.parametrize(("policy", "page_size", "drafts"), CASES)
+def test_texts_and_drafts_are_those_of_a_cold_run(
+    policy: str, page_size: int, drafts: str, prompt: Tokens, prompts: list[Tokens], tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"page_size": page_size, "hicache_write_policy": policy}
+    folder = tmp_path / "prefixes"
+    cold = without_cache(drafts, prompt, page_size=page_size)
+    with new_llm(folder, drafts, **flags) as llm:
+        first, device = run(llm, prompt), run(llm, prompt)
+        assert (first.num_cached_tokens, device.num_cached_tokens) == (0, len(prompt) - 1)
+        if policy == "write_back":
+            assert stats(llm).writes == 0
+            llm.engine.cache_manager.cache.evict_states(64)
+        if policy == "write_through_selective":
+            assert tiers(llm).drain()
+            assert stats(llm).writes == 1
+        forget(llm)
+        disk = run(llm, prompt)
+        assert disk.num_cached_tokens == len(prompt) - 1
+        assert stats(llm).hit_tokens == disk.num_cached_tokens
+        check_pools(llm)
+    with new_llm(folder, drafts, **flags) as llm:
+        restarted, again = run(llm, prompt), run(llm, prompt)
+        assert (restarted.num_cached_tokens, again.num_cached_tokens) == (disk.num_cached_tokens, len(prompt) - 1)
+        # one part of the prefix is in memory, another on disk
+        turn = run(llm, prompt + cold.token_ids + prompts[3][:40])
+        assert turn.num_cached_tokens >= len(prompt) - 1
+        check_pools(llm)
+    for output in (first, device, disk, restarted, again):
+        assert output.token_ids == cold.token_ids
+        assert output.spec == cold.spec
+    assert turn.token_ids == without_cache(drafts, turn.prompt_token_ids).token_ids
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Path]]:
+    folder = tmp_path_factory.mktemp("damaged") / "prefixes"
+    with new_llm(folder) as llm:
+        yield llm, folder
+
+
+@pytest.fixture(scope="module")
+def cold(damaged: tuple[LLM, Path], prompt: Tokens) -> RequestOutput:
+    return run(damaged[0], prompt)
+
+
+@pytest.mark.parametrize("kind", [*DAMAGE, "vanished", "no folder"])
+def test_faults_of_the_disk_are_misses(
+    kind: str, damaged: tuple[LLM, Path], cold: RequestOutput, prompt: Tokens
+) -> None:
+    llm, folder = damaged
+    forget(llm)
+    before = stats(llm)
+    assert before.num_entries == len(list(folder.glob("*.entry"))) > 0
+    if kind == "no folder":
+        shutil.move(folder, folder.with_name("elsewhere"))
+    else:
+        for file in folder.glob("*.entry"):
+            if kind == "vanished":
+                file.unlink()
+            else:
+                DAMAGE[kind](file)
+    output, after = run(llm, prompt), stats(llm)
+    reason = {"vanished": "vanished", "no folder": "vanished", "no file": "unreadable"}.get(kind, "damaged")
+    assert {name: after.misses[name] - before.misses[name] for name in after.misses} == {
+        name: int(name == reason) for name in after.misses
+    }
+    assert (output.token_ids, output.spec, output.num_cached_tokens) == (cold.token_ids, cold.spec, 0)
+    assert after.hits == before.hits
+    assert tiers(llm).drain()
+    if kind == "no folder":
+        assert stats(llm).lost_writes["failed"] > 0
+        shutil.move(folder.with_name("elsewhere"), folder)
+    for file in folder.glob("*.entry"):
+        if file.is_dir():
+            file.rmdir()
+    llm.engine.flush_cache()
+    tiers(llm)._disk._scan()
+    assert run(llm, prompt).token_ids == cold.token_ids
+    check_pools(llm)
+
+
+def test_salts_and_tenants_share_nothing_on_disk(
+    damaged: tuple[LLM, Path], cold: RequestOutput, prompt: Tokens
+) -> None:
+    llm, _ = damaged
+    run(llm, prompt)
+    forget(llm)
+    before = stats(llm)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    engine, outputs = llm.engine, list[Tokens]()
+    for salt, tenant in (("salt", None), (None, "tenant")):
+        engine.add_request("other", prompt, params, extra_key=salt, owner=Owner("a client", tenant))
+        deltas = []
+        while engine.has_unfinished_requests:
+            deltas += engine.step()
+        outputs.append(tuple(token for delta in deltas for token in delta.token_ids))
+        assert deltas[-1].num_cached_tokens == 0
+    assert outputs == [cold.token_ids] * 2
+    assert stats(llm).misses["absent"] - before.misses["absent"] == 2
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(damaged: tuple[LLM, Path], prompt: Tokens) -> None:
+    llm, _ = damaged
+    run(llm, prompt)
+    forget(llm)
+    engine, before = llm.engine, stats(llm)
+    engine.add_request("gone", prompt, SamplingParams(max_tokens=4))
+    engine.scheduler.admit()
+    assert len(tiers(llm)._loads) == 1
+    engine.abort("gone")
+    assert (tiers(llm)._loads, stats(llm).hits) == ([], before.hits)
+    check_pools(llm)
+
+
+def test_requests_that_come_together_load_once(damaged: tuple[LLM, Path], prompt: Tokens) -> None:
+    llm, _ = damaged
+    run(llm, prompt)
+    forget(llm)
+    before = stats(llm)
+    outputs = llm.generate([prompt] * 4, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))
+    assert len({output.token_ids for output in outputs}) == 1
+    assert all(output.num_cached_tokens >= 96 for output in outputs)
+    after = stats(llm)
+    assert after.hits - before.hits == 1
+    assert after.misses == before.misses
+    check_pools(llm)
+
+
+def test_loads_wait_for_each_other_where_they_would_hold_too_much(
+    damaged: tuple[LLM, Path], prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _ = damaged
+    chosen = [each[:60] for each in prompts if len(each) >= 60][:4]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = [output.token_ids for output in llm.generate(chosen, params)]
+    forget(llm)
+    monkeypatch.setattr(prefix_tiers, "MAX_BYTES_IN_FLIGHT", 1)
+    most, before = 0, stats(llm)
+    for number, text in enumerate(chosen):
+        llm.engine.add_request(str(number), text, params)
+    texts: list[Tokens] = [()] * 4
+    while llm.engine.has_unfinished_requests:
+        for delta in llm.engine.step():
+            texts[int(delta.request_id)] += delta.token_ids
+        most = max(most, len(tiers(llm)._loads))
+    assert texts == expected
+    assert (most, stats(llm).hits - before.hits) == (1, 4)
+    check_pools(llm)
+
+
+def test_other_models_and_settings_are_missed(tmp_path: Path, prompt: Tokens) -> None:
+    folder = tmp_path / "prefixes"
+    with new_llm(folder, "plain", kv_cache_dtype="int8") as llm:
+        first = run(llm, prompt)
+        forget(llm)
+        assert run(llm, prompt).token_ids == first.token_ids  # codes and scales are stored
+        assert stats(llm).hits == 1
+    with new_llm(folder, "plain") as llm:
+        output = run(llm, prompt)
+        assert output.num_cached_tokens == 0
+        assert stats(llm).misses["fingerprint"] == 1
+
+
+@pytest.mark.slow
+def test_two_engines_on_one_folder(tmp_path: Path, prompts: list[Tokens]) -> None:
+    """They read each other's entries and keep one budget between them; neither ever gives another text."""
+    folder, chosen = tmp_path / "prefixes", [each[:90] for each in prompts if len(each) >= 90][:6]
+    with new_llm(None, "ngram", disable_radix_cache=True) as llm:
+        expected = [run(llm, text).token_ids for text in chosen]
+    size = 5 << 20
+    flags: dict[str, Any] = {"hicache_size": size / (1 << 30), "max_mamba_cache_size": 8}
+    with new_llm(folder, "ngram", **flags) as one, new_llm(folder, "ngram", **flags) as other:
+        for turn, llm in zip(range(8), itertools.cycle((one, other))):
+            tiers(llm)._disk._scan()  # so that this turn knows what the last one has written
+            for number in (turn % 6, (turn + 1) % 6):  # the second one is the other engine's next text
+                assert run(llm, chosen[number]).token_ids == expected[number]
+                assert tiers(llm).drain()
+            assert sum(file.stat().st_size for file in folder.glob("*.entry")) <= size, turn
+            llm.engine.flush_cache()
+        assert stats(one).hits > 0
+        assert stats(other).hits > 0
+        assert stats(one).evictions + stats(other).evictions > 0
+        check_pools(one)
+
+
+@pytest.mark.slow
+def test_prefixes_go_to_disk_and_back_when_memory_is_short(prompts: list[Tokens], tmp_path: Path) -> None:
+    """Requests side by side in pools that hold a few of their prefixes, preempted in between, twice."""
+    chosen = [each[:90] for each in prompts if len(each) >= 90][:8]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    with new_llm(None, "tree", disable_radix_cache=True) as llm:
+        expected = [output.token_ids for output in llm.generate(chosen, params)]
+    flags: dict[str, Any] = {"context_length": 200, "max_total_tokens": 360, "max_mamba_cache_size": 6}
+    for policy in ("write_through", "write_back"):
+        with new_llm(tmp_path / policy, "tree", hicache_write_policy=policy, **flags) as llm:
+            for _ in range(3):
+                assert [output.token_ids for output in llm.generate(chosen, params)] == expected
+                assert tiers(llm).drain()
+            assert stats(llm).hits >= 6
+            assert not any(stats(llm).lost_writes.values())
+            check_pools(llm)
