@@ -101,7 +101,8 @@ class EntryFolder:
                 fcntl.flock(stream, fcntl.LOCK_EX)
                 for piece in pieces:
                     _write_whole(stream.fileno(), piece)
-                os.fdatasync(stream.fileno())  # else a power failure may leave a name without its content
+                sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has none
+                sync_data(stream.fileno())  # else a power failure may leave a name without its content
                 status = os.fstat(stream.fileno())
                 temporary.rename(self.file(name))
         except BaseException:
