@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="needs hypothesis, which images for GPUs have not")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import reference as delta_reference
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
@@ -23,12 +24,12 @@ from specmamba.kernels.state_records import TreePlacement
 from specmamba.kernels.state_records import native_ops as native_records
 from specmamba.kernels.state_records import torch_ops as torch_records
 from tests.exactness import why_not_native
-from tests.kernels.recurrent import test_delta_net, test_gated_delta_rule, test_mamba2, test_ssd, test_state_records
-from tests.kernels.recurrent.records import HEADS, TOLERANCE, Records, make_records, make_state
+from tests.kernels.recurrent import test_delta_net, test_mamba2, test_state_records
+from tests.kernels.recurrent.records import HEADS, TOLERANCE, make_state
 from tests.kernels.recurrent.run_case import RunCase
+from tests.kernels.recurrent.strong_decay import DECAYS, make_tokens, mixed, pending_records
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
-DECAYS = torch.tensor([0.0, -1e-6, -1e-3, -0.03, -0.5, -4.0, -30.0, -500.0, -3000.0])
 # Inputs that softplus makes such decays of, for a rate of -1000: from -8e-4 to -3000.
 INPUTS = torch.tensor([-14.0, -11.0, -8.0, -6.0, 0.0, 3.0])
 FORMS = ["torch"] + ["native"] * (why_not_native() is None)
@@ -45,25 +46,6 @@ seeds = st.integers(0, 1000)
 def hold(count: int, check: Callable[..., None], **operands: st.SearchStrategy[Any]) -> None:
     """Check this many examples."""
     settings(max_examples=count)(given(**operands)(check))()
-
-
-def mixed(values: Tensor, shape: torch.Size, seed: int) -> Tensor:
-    """One of the values in each place."""
-    return values[torch.randint(len(values), shape, generator=torch.Generator().manual_seed(seed))]
-
-
-def make_tokens(name: str, batch: int, length: int, of: tuple[int, int, int, int], seed: int) -> Any:
-    if name == "ssd":
-        tokens: Any = test_ssd.make_tokens(batch, length, of, seed)
-    else:
-        tokens = test_gated_delta_rule.make_tokens(batch, length, of, seed)[0]
-    return tokens._replace(g=mixed(DECAYS, tokens.g.shape, seed))
-
-
-def pending_records(capacity: int, of: tuple[int, int, int, int], counts: Tensor, seed: int) -> Records:
-    records = make_records(len(counts), capacity, of, counts, seed)
-    is_pending = (torch.arange(capacity) < counts[:, None])[..., None]
-    return records._replace(decay=torch.where(is_pending, mixed(DECAYS, records.decay.shape, seed), records.decay))
 
 
 def assert_close(got: Any, want: Any) -> None:

@@ -16,7 +16,7 @@ from specmamba.kernels.gated_delta_rule import reference, torch_ops
 from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, TreePlacement, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels import rounding
-from tests.kernels.recurrent import test_strong_decay
+from tests.kernels.recurrent import strong_decay
 from tests.kernels.recurrent.layer_case import copied, make_buffers_and_trees, moved
 from tests.kernels.recurrent.records import Records, make_records, make_state
 from tests.kernels.recurrent.test_gated_delta_rule import Tokens, make_tokens
@@ -162,8 +162,8 @@ def error_of(
     tokens, state = make_tokens(4, nodes, heads, seed=nodes)
     records = make_records(4, nodes + 20, heads, pending, seed=nodes + 1)
     if is_strong:
-        tokens = test_strong_decay.make_tokens("gated_delta_rule", 4, nodes, heads, seed=nodes)
-        records = test_strong_decay.pending_records(nodes + 20, heads, pending, seed=nodes + 1)
+        tokens = strong_decay.make_tokens("gated_delta_rule", 4, nodes, heads, seed=nodes)
+        records = strong_decay.pending_records(nodes + 20, heads, pending, seed=nodes + 1)
     mask = mask_of(batch_of_parents(("bushy", "chain", "binary", "padded"), nodes, seed=3))
     out, got = verify(device, tokens, state, records, pending, offset, mask, model_dtype=dtype)
     want = records.clone(torch.float64)
@@ -230,9 +230,9 @@ def test_num_pending_none_means_every_record_before_the_nodes(
 def test_strong_decays(nodes: int, is_chain: bool, gpu_device: str) -> None:
     """From 0 to -3000, mixed; nodes and records in more than one block."""
     heads, pending = (1, 1, 16, 8), torch.tensor([0, 19, 1, 16, 3])
-    tokens = test_strong_decay.make_tokens("gated_delta_rule", len(SHAPES), nodes, heads, seed=12)
+    tokens = strong_decay.make_tokens("gated_delta_rule", len(SHAPES), nodes, heads, seed=12)
     mask = mask_of(batch_of_parents(("chain",) * len(SHAPES) if is_chain else SHAPES, nodes, seed=13))
-    records = test_strong_decay.pending_records(19 + nodes, heads, pending, seed=14)
+    records = strong_decay.pending_records(19 + nodes, heads, pending, seed=14)
     state = make_state(len(SHAPES), heads, seed=15)
     check_verify(gpu_device, tokens, state, records, pending, 19, mask, is_chain=is_chain)
 

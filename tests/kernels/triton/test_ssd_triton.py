@@ -16,8 +16,8 @@ from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, Tre
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels.recurrent.layer_case import copied, make_buffers_and_trees, moved, values
 from tests.kernels.recurrent.records import Records, make_records, make_state
+from tests.kernels.recurrent.strong_decay import DECAYS, mixed
 from tests.kernels.recurrent.test_ssd import Tokens, make_tokens, whole_sequence
-from tests.kernels.recurrent.test_strong_decay import DECAYS, mixed
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
