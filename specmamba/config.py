@@ -116,16 +116,6 @@ class EngineConfig(ModelFlags):
         }
         return [flag for flag, value in given.items() if value is not None]
 
-    def on_device(self, device_type: str) -> Self:
-        """Return the flags for a device: on a GPU, those that were not given have the defaults of a GPU.
-
-        A second call changes nothing.
-        """
-        if device_type != "cuda":
-            return self
-        assumed = {name: value for name, value in GPU_DEFAULTS.items() if name not in self.model_fields_set}
-        return self.model_copy(update=assumed)
-
     def describe_defaults(self, given: EngineConfig) -> list[str]:
         """Say which flags have defaults of the device, in the start-up report; ``given``: before ``on_device``."""
         changed = [name for name in GPU_DEFAULTS if getattr(self, name) != getattr(given, name)]

@@ -17,11 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.prefix.engines import Demand, PrefixBenchConfig, pool_flags, start_engine
+from specmamba.bench.prefix.engines import (
+    FOLDER_PREFIX,
+    Demand,
+    PrefixBenchConfig,
+    parent_of_folders,
+    pool_flags,
+    require_room_for_prompt,
+    start_engine,
+)
 from specmamba.bench.prefix.run import Answer, run_wave, warm_up
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.bench.prefix.workloads import Ask
-from specmamba.errors import ConfigError
 
 if TYPE_CHECKING:
     from specmamba import LLM
@@ -35,12 +42,7 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     Raises:
         ConfigError: the prompt does not fit the context.
     """
-    length = config.ttft_tokens
-    if length >= cold.engine.context_length:
-        raise ConfigError(
-            f"--ttft-tokens {length}: no output fits behind it in a context of {cold.engine.context_length}; lower it "
-            "and --ttft-shared-tokens"
-        )
+    length = require_room_for_prompt(config, cold)
     demand = Demand(1, 1, length + 1, length, 2 * length, 8 + -(-length // config.chunked_prefill_size))
     with _folder(config) as folder:
         flags = pool_flags(config, [demand]) | {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
@@ -68,10 +70,7 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
 @contextmanager
 def _folder(config: PrefixBenchConfig) -> Iterator[Path]:
     """A folder of its own on the disk that is measured: in the one of the flags, or where temporary files are."""
-    parent = config.hicache_storage_dir
-    if parent is not None:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="specmamba-bench-", dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=parent_of_folders(config)) as name:
         yield Path(name)
 
 

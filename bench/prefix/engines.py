@@ -17,6 +17,7 @@ from specmamba.bench.prefix.texts import Oracle, TextSource
 from specmamba.bench.prefix.workloads import Sizes, Tokens, Workload, make_workload
 from specmamba.config import MAX_DRAFT_TOKENS, EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.model_flags import PREFIX_CACHE_FLAGS
 from specmamba.measure.report import ReportOptions
 
 if TYPE_CHECKING:  # --help must not wait for torch
@@ -24,9 +25,8 @@ if TYPE_CHECKING:  # --help must not wait for torch
 
 SPARE_TOKENS = 2 * MAX_DRAFT_TOKENS  # KV of a running request besides its text: a draft, and slots that are given ahead
 POOLS = ("max_total_tokens", "max_mamba_cache_size")
-DISK_FLAGS = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
-CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *DISK_FLAGS)
 ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only with cached prefixes
+FOLDER_PREFIX = "specmamba-bench-"  # of folders for prefixes on disk
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
 PARTS = (*SHARING, "ttft", "disk", "costs")
 
@@ -136,6 +136,29 @@ class Demand:
     states: int  # of a pool that holds everything
 
 
+def parent_of_folders(config: PrefixBenchConfig) -> Path | None:
+    """Return where engines have their folders for prefixes on disk, made if need be; None: among temporary files."""
+    parent = config.hicache_storage_dir
+    if parent is not None:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return parent
+
+
+def require_room_for_prompt(config: PrefixBenchConfig, llm: LLM) -> int:
+    """Return the tokens of the prompt whose time to first token is measured.
+
+    Raises:
+        ConfigError: it does not fit the context.
+    """
+    length = config.ttft_tokens
+    if length >= llm.engine.context_length:
+        raise ConfigError(
+            f"--ttft-tokens {length}: no output fits behind it in a context of {llm.engine.context_length}; lower it "
+            "and --ttft-shared-tokens"
+        )
+    return length
+
+
 def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
     """Start an engine with the flags of the command line; ``flags`` replace some of them.
 
@@ -148,8 +171,7 @@ def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
     from specmamba import LLM
 
     if config.hicache_storage_dir is not None and "hicache_storage_dir" not in flags:
-        config.hicache_storage_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="specmamba-bench-", dir=config.hicache_storage_dir)
+        folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent_of_folders(config))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         flags["hicache_storage_dir"] = folder
     return LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | flags)
@@ -161,7 +183,7 @@ def start_cold_engine(config: PrefixBenchConfig) -> LLM:
     Raises:
         ConfigError: the flags do not allow to start.
     """
-    defaults = {name: EngineConfig.model_fields[name].default for name in (*CACHE_FLAGS, *ORDER_FLAGS)}
+    defaults = {name: EngineConfig.model_fields[name].default for name in (*PREFIX_CACHE_FLAGS, *ORDER_FLAGS)}
     return start_engine(config, disable_radix_cache=True, **defaults)
 
 

@@ -23,6 +23,7 @@ from specmamba.bench.prefix.engines import (
     PrefixBenchConfig,
     demand_of,
     pool_flags,
+    require_room_for_prompt,
     sizes_of,
     start_engine,
     wave_draws,
@@ -186,12 +187,7 @@ def measure_ttft(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     Raises:
         ConfigError: the prompt does not fit the context.
     """
-    length = config.ttft_tokens
-    if length >= cold.engine.context_length:
-        raise ConfigError(
-            f"--ttft-tokens {length}: no output fits behind it in a context of {cold.engine.context_length}; lower it "
-            "and --ttft-shared-tokens"
-        )
+    length = require_room_for_prompt(config, cold)
     states = USERS * (4 + -(-length // config.chunked_prefill_size))
     kv = USERS * (length + 2 * config.page_size)
     demand = Demand(USERS, 1, length + 1, USERS * length, kv, states)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from specmamba.kernels.state_records.triton_kernels import (
+    add_one_by_one,
     advance,
     as_stored,
     decay_behind,
@@ -347,13 +348,20 @@ def tree_kernel(
         if PARTS != "none":  # pending records are read beside the state, unless they go into it: that is exact
             state *= tl.exp(total)
             if is_folded:
-                to_last = 0.0
-                for i in range(count):
-                    j = count - 1 - i
-                    key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
-                    update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
-                    state += key[:, None] * (update * tl.exp(to_last))[None, :]
-                    to_last += tl.load(decay + j * decay_record_stride)
+                state = add_one_by_one(
+                    state,
+                    keys,
+                    updates,
+                    decay,
+                    count,
+                    at_k,
+                    at_v,
+                    is_k,
+                    is_v,
+                    keys_record_stride,
+                    updates_record_stride,
+                    decay_record_stride,
+                )
         else:
             state = advance(
                 state,
@@ -481,13 +489,20 @@ def chain_kernel(
     state_at += at_k[:, None] * state_key_stride + at_v[None, :]
     in_state = is_k[:, None] & is_v[None, :]
     state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32) * tl.exp(total)
-    to_last = 0.0
-    for i in range(count):  # the last record first: what lies behind one is then known when it is added
-        j = count - 1 - i
-        key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
-        update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
-        state += key[:, None] * (update * tl.exp(to_last))[None, :]
-        to_last += tl.load(decay + j * decay_record_stride)
+    state = add_one_by_one(
+        state,
+        keys,
+        updates,
+        decay,
+        count,
+        at_k,
+        at_v,
+        is_k,
+        is_v,
+        keys_record_stride,
+        updates_record_stride,
+        decay_record_stride,
+    )
     if folds is not None:
         is_folded = tl.load(folds + row) & (count > 0)
         if is_folded:

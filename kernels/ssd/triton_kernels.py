@@ -8,7 +8,7 @@ records or nodes: a float32 product holds its operands in registers, and so must
 import triton
 import triton.language as tl
 
-from specmamba.kernels.state_records.triton_kernels import decay_behind, decays_to_last, path_decay
+from specmamba.kernels.state_records.triton_kernels import add_one_by_one, decay_behind, decays_to_last, path_decay
 
 
 @triton.jit
@@ -325,13 +325,10 @@ def chain_verify(
     place += lanes.to(tl.int64)[:, None] * states_lane_stride + columns[None, :]
     in_state = in_lanes[:, None] & in_columns[None, :]
     state = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(last_decay)
-    to_last = 0.0
-    for i in range(pending):  # the last record first: what lies behind one is then known when it is added
-        j = pending - 1 - i
-        b_old = tl.load(kept_b + j * kept_b_record_stride + lanes, mask=in_lanes, other=0.0)
-        u_old = tl.load(kept_u + j * kept_u_record_stride + columns, mask=in_columns, other=0.0)
-        state += b_old[:, None] * (u_old * tl.exp(to_last))[None, :]
-        to_last += tl.load(kept_decay + j * kept_decay_record_stride)
+    state = add_one_by_one(
+        state, kept_b, kept_u, kept_decay, pending, lanes, columns, in_lanes, in_columns,
+        kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride,
+    )  # fmt: skip
     if is_folding:
         stored = _as_stored(state, states.dtype.element_ty)
         tl.store(place, stored, mask=in_state)

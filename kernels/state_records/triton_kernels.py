@@ -54,6 +54,35 @@ def decay_behind(log_decay, at):
 
 
 @triton.jit
+def add_one_by_one(
+    state,
+    keys,
+    updates,
+    decay,
+    count,
+    at_k,
+    at_v,
+    is_k,
+    is_v,
+    keys_record_stride,
+    updates_record_stride,
+    decay_record_stride,
+):
+    """State + the sum over the first ``count`` records of k_j u_j^T, each times the decay behind it, without products.
+
+    The last record comes first: what lies behind one is then known when it is added.
+    """
+    to_last = 0.0
+    for i in range(count):
+        j = count - 1 - i
+        key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
+        update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
+        state += key[:, None] * (update * tl.exp(to_last))[None, :]
+        to_last += tl.load(decay + j * decay_record_stride)
+    return state
+
+
+@triton.jit
 def advance(
     state,  # [BLOCK_KEYS, BLOCK_VALUES] float32
     keys,  # the first record's, of this head

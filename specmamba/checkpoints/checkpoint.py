@@ -163,7 +163,8 @@ def digest_of_checkpoint(folder: Path, samples: int = SAMPLES) -> str:
 
     Args:
         folder: of the checkpoint.
-        samples: of every file, of ``SAMPLE_BYTES`` each; files that are not larger than these together are read whole.
+        samples: of every file, of ``SAMPLE_BYTES`` each. With more than usual, files that are not larger than these
+            together are read whole.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted((*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))):

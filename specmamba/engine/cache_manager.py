@@ -24,6 +24,8 @@ from specmamba.engine.request import Request
 from specmamba.models.base import LoadedModel, Models
 from specmamba.verify.pools import Pools
 
+WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
+
 
 class CacheManager:
     """Allocates the memory of requests, with the longest cached prefix in it, and caches what they have computed.
@@ -315,9 +317,6 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
     cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
     return CacheManager(pools, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)
-
-
-WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
 
 
 def require_disk_folder(config: EngineConfig) -> None:

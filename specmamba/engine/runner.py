@@ -17,6 +17,7 @@ from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
+from specmamba.draft.sizing.repeats import LONGEST_START
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
@@ -76,7 +77,8 @@ class Runner:
         row, request.is_verifying = request.held_row, True
         self.pools.state_buffers.begin(row, request.held_slot, request.request_id, request.root_position)
         if self.sizer is not None:
-            self.sizer.begin(row, request.mode, request.known_tokens(0, request.num_tokens))
+            number = request.num_tokens
+            self.sizer.begin(row, request.mode, request.known_tokens(max(0, number - LONGEST_START), number))
         if request.params.has_penalties:
             self.pools.counts.begin(row, request.prompt, request.output)
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from specmamba.flags.other_names import own_value
 from specmamba.flags.settings import CommandLine
 
-# Defaults on a GPU, which has more memory and faster products than a CPU: see ``EngineConfig.on_device``.
+# Defaults on a GPU, which has more memory and faster products than a CPU: see ``ModelFlags.on_device``.
 GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "speculative_adaptive": "off",  # sizes of drafts are fixed: not measured there yet
@@ -21,6 +21,10 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "mem_fraction_static": 0.85,
     }
 )
+
+# Flags that mean nothing without prefixes on disk, and without a prefix cache.
+DISK_FLAGS = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
+PREFIX_CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *DISK_FLAGS)
 
 _STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
 
@@ -172,6 +176,16 @@ class ModelFlags(CommandLine):
             raise ValueError(problem)
         return self
 
+    def on_device(self, device_type: str) -> Self:
+        """Return the flags for a device: on a GPU, those that were not given have the defaults of a GPU.
+
+        A second call changes nothing.
+        """
+        if device_type != "cuda":
+            return self
+        assumed = GPU_DEFAULTS.keys() & type(self).model_fields.keys() - self.model_fields_set
+        return self.model_copy(update={name: GPU_DEFAULTS[name] for name in assumed})
+
 
 def _prefix_cache_problem(config: ModelFlags) -> str | None:
     """Return what is wrong with the prefix cache flags, as a sentence that says what to change; None: nothing."""
@@ -180,13 +194,11 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
     def is_given(*names: str) -> list[str]:
         return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != fields[name].default]
 
-    of_disk = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
-    of_cache = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *of_disk)
-    if config.disable_radix_cache and (given := is_given(*of_cache)):
+    if config.disable_radix_cache and (given := is_given(*PREFIX_CACHE_FLAGS)):
         return f"{', '.join(given)}: this needs the prefix cache: drop it, or --disable-radix-cache"
     if config.disable_radix_cache and config.schedule_policy == "lpm":
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
-    if config.hicache_storage_dir is None and (given := is_given(*of_disk)):
+    if config.hicache_storage_dir is None and (given := is_given(*DISK_FLAGS)):
         return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
     if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
@@ -200,9 +212,7 @@ def _graph_problem(config: ModelFlags) -> str | None:
     largest = config.cuda_graph_max_bs
     if largest is not None and config.disable_cuda_graph:
         return "--cuda-graph-max-bs: nothing is captured with --disable-cuda-graph: drop one of them"
-    most = config.max_running_requests
-    if config.device == "cuda" and "max_running_requests" not in config.model_fields_set:
-        most = GPU_DEFAULTS["max_running_requests"]
+    most = config.on_device(config.device).max_running_requests
     if largest is not None and largest > most:
         return (
             f"--cuda-graph-max-bs {largest}: only {most} requests run together; lower it, or "

@@ -119,9 +119,8 @@ class DraftSchedule:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
         seen = rates / rates[0]
         self.gains += WEIGHT * (seen - self.gains)
-        best = int(seen.argmax())
         was_tried = not self.depth and self._counted == ("try",)
-        self._paying = best if was_tried and seen[best] >= GAIN_OF_FOLLOW_UP else None
+        self._paying = int(seen.argmax()) if was_tried and seen.max() >= GAIN_OF_FOLLOW_UP else None
         place, best = self._place, self._best()
         depth, is_chain = self.option(best)
         is_raise = depth > self.depth

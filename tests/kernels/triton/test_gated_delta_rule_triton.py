@@ -171,8 +171,11 @@ def error_of(
     at = slice(offset, offset + nodes)
     assert torch.equal(got.k[:, at], tokens.k)
     torch.testing.assert_close(got.decay[:, at].double(), want.decay[:, at], **TOLERANCE)
-    pairs = (out, wanted), (got.u[:, at], want.u[:, at])
-    return tuple((((mine - right).abs().max() / right.abs().max()).item()) for mine, right in pairs)  # type: ignore[return-value]
+
+    def largest(mine: Tensor, right: Tensor) -> float:
+        return ((mine - right).abs().max() / right.abs().max()).item()
+
+    return largest(out, wanted), largest(got.u[:, at], want.u[:, at])
 
 
 @pytest.mark.fast_cases(1)
