@@ -32,7 +32,7 @@ def decide_at_random(llm: LLM, seed: int) -> None:
         depth, drafted = int(rng.integers(0, sizer.bounds.num_steps + 1)), rng.random(len(batch.rows)) < 0.7
         number = int(rng.integers(1, 4))
         if depth == 0 or not drafted.any():
-            return DraftSize(0, keeps_up=bool(rng.integers(0, 2))), number
+            return DraftSize(0), number
         if llm.engine.runner.drafter.drafts_chains and rng.random() < 0.3:
             return DraftSize(depth, is_chain=True), number
         return DraftSize(depth, drafted=None if drafted.all() else drafted), number

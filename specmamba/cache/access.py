@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
@@ -146,4 +148,23 @@ def tree_keys(
         batch.first_row,
         firsts=None if packing is None else packing.firsts,
         counts=None if packing is None else packing.counts,
+    )
+
+
+def prefill_chunk(
+    rows: Sequence[int], starts: Sequence[int], known: Sequence[Sequence[int]], device: torch.device
+) -> PrefillChunk:
+    """Pad runs of ``known`` tokens, which begin at the positions ``starts``, to one length."""
+    lengths = [len(tokens) for tokens in known]
+    longest = max(lengths)
+    padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in known]
+    first = torch.tensor(starts, device=device)
+    return PrefillChunk(
+        rows=tuple(rows),
+        row_index=torch.tensor(rows, device=device),
+        tokens=torch.tensor(padded, device=device),
+        positions=first[:, None] + torch.arange(longest, device=device),
+        lengths=torch.tensor(lengths, device=device),
+        is_padded=min(lengths) < longest,
+        end=max(start + length for start, length in zip(starts, lengths, strict=True)),
     )

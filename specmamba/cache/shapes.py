@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 MIN_PENDING_CAPACITY = 16
+MISSED_TOKENS = 256  # of a request, whose states are kept for a draft head that had no part in their steps
 SCALE_DTYPE = torch.float32  # of stored codes
 
 

@@ -122,8 +122,8 @@ class Drafter(ABC):
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """End the step; ``decided`` are the tokens after each root: accepted drafts and the target's own token."""
 
-    def skip(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """Note a step that the drafter had no part in, not even ``prepare``; what it missed may cost acceptance."""
+    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
+        """End a step that the drafter had no part in, not even ``prepare``; arguments of ``observe``, ``advance``."""
         raise NotImplementedError
 
 

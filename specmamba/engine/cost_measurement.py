@@ -38,6 +38,7 @@ MAX_TIMED_SECONDS = 0.015  # of all steps of a kind, after which it takes no oth
 MAX_TURN_SECONDS = 0.06  # of the timed steps of a turn: slow steps are timed fewer times
 PLAIN = 0, 1
 PROMPT, LONG_PROMPT = 4, 512  # tokens
+KEYED_REQUESTS, KEY_ROUNDS = 4, 3  # requests behind long prompts, and turns of short and long ones
 SLOW_STEP = 0.02  # seconds of a plain step from which on a long prompt, or every chain, would take long
 LEAST_SECONDS = 1e-9
 OUTDATED = 0.75  # a plain step that takes less of its kept time: the machine was busy when times were measured
@@ -178,8 +179,8 @@ def measure_costs(engine: TimedEngine) -> StepCosts:
         for size in sorted({*SIZES, largest}):
             if size <= largest and (found := _seconds(engine, sizer, size, kinds, PROMPT)) is not None:
                 times[size] = _separated(found, size, sizer.bounds)
-                if size == 1:
-                    of_key = _seconds_of_key(engine, sizer, found)
+                if size == min(KEYED_REQUESTS, largest):
+                    of_key = _seconds_of_key(engine, sizer, size, found)
                 if found[PLAIN] > SLOW_STEP:
                     kinds = _ends(kinds)
     finally:
@@ -223,12 +224,15 @@ def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes
     return StepTimes(dict(sorted(drafts.items())), verifies, chains)
 
 
-def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, near: dict[Kind, float]) -> tuple[Curve, Curve]:
-    """Time steps of one request behind a longer prompt; empty where that would take long, or memory is too small.
+def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, size: int, near: dict[Kind, float]) -> tuple[Curve, Curve]:
+    """Time steps behind longer prompts; empty where that would take long, or memory is too small.
+
+    Long and short prompts take turns, since the machine's speed changes by more than what is looked for.
 
     Args:
         engine: is idle.
         sizer: of the engine.
+        size: requests.
         near: seconds behind a short prompt, by kind.
 
     Returns:
@@ -240,16 +244,21 @@ def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, near: dict[Kind, flo
     kinds = [PLAIN, (deepest, largest)] + [(longest, 0)] * engine.runner.drafter.drafts_chains
     if near[PLAIN] > SLOW_STEP or length <= 2 * PROMPT:
         return {}, {}
-    far = _seconds(engine, sizer, 1, kinds, length)
-    if far is None:
-        return {}, {}
-    found = {kind: max((far[kind] - near[kind]) / (length - PROMPT), 0.0) for kind in kinds}
+    ratios: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(KEY_ROUNDS):
+        short, long = (_seconds(engine, sizer, size, kinds, prompt, rounds=1) for prompt in (PROMPT, length))
+        if short is None or long is None:
+            return {}, {}
+        for kind in kinds:
+            ratios[kind].append(long[kind] / short[kind])
+    num_keys = size * (length - PROMPT)
+    found = {kind: max(statistics.median(ratios[kind]) - 1.0, 0.0) * near[kind] / num_keys for kind in kinds}
     of_chains = {1: found[PLAIN], longest + 1: found[longest, 0]} if (longest, 0) in found else {}
     return {1: found[PLAIN], largest: found[deepest, largest]}, of_chains
 
 
 def _seconds(
-    engine: TimedEngine, sizer: DraftSizer, size: int, kinds: Sequence[Kind], prompt: int
+    engine: TimedEngine, sizer: DraftSizer, size: int, kinds: Sequence[Kind], prompt: int, rounds: int = ROUNDS
 ) -> dict[Kind, float] | None:
     """Typical seconds of steps of each kind, which take turns; None: memory does not hold so many requests.
 
@@ -259,29 +268,30 @@ def _seconds(
         size: requests.
         kinds: depth of a draft, and nodes of every request; 0 nodes: chains.
         prompt: tokens of a request.
+        rounds: turns of all kinds.
     """
     names = [f"cost-{i}" for i in range(size)]
-    rounds: list[dict[Kind, float]] = []
+    turns: list[dict[Kind, float]] = []
     took = dict.fromkeys(kinds, 0.0)
     try:
         if not _start(engine, sizer, names, prompt):
             return None
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             found: dict[Kind, float] = {}
-            rounds.append(found)
+            turns.append(found)
             for kind in kinds:
                 if took[kind] > MAX_TIMED_SECONDS:
                     continue
                 timed = _turn(engine, sizer, size, kind)
                 if timed is None:  # they have reached the end of the context
-                    return _typical(kinds, rounds)
+                    return _typical(kinds, turns)
                 if timed:
                     found[kind] = sorted(timed)[len(timed) // 4]  # other work on the machine only adds to a time
                     took[kind] += sum(timed)
     finally:
         for name in names:
             engine.abort(name)
-    return _typical(kinds, rounds)
+    return _typical(kinds, turns)
 
 
 def _turn(engine: TimedEngine, sizer: DraftSizer, size: int, kind: Kind) -> list[float] | None:

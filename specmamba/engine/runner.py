@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ExtendState, PagedKV
+from specmamba.cache.access import ExtendState, PagedKV, prefill_chunk
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
@@ -129,7 +129,7 @@ class Runner:
         sizer, size = self.sizer, None
         if sizer is not None:
             size = sizer.again(rows) or self._plan(sizer, requests, rows)
-        skips = size is not None and not size.keeps_up and self.drafter.can_skip
+        skips = size is not None and size.depth == 0 and self.drafter.can_skip
         drafter = self._nobody if skips else self.drafter
         chains = self._predicted(requests)
         output = self._run_captured(requests, rows, size, drafter, chains)
@@ -139,7 +139,10 @@ class Runner:
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
         self.pools.advance(num_accepted)
-        self.drafter.skip(rows, decided) if skips else self.drafter.advance(rows, decided)
+        if skips:
+            self.drafter.skip(rows, decided, output.verdict, output.features)
+        else:
+            self.drafter.advance(rows, decided)
         self.probe.lap("commit")
         if sizer is not None and size is not None:
             learns = size.depth > 0 and chains is None and all(request.follower is None for request in requests)
@@ -413,20 +416,9 @@ class Runner:
         return self._sampling[1]
 
     def _chunk(self, runs: Sequence[PrefillRun]) -> PrefillChunk:
-        lengths = [run.length for run in runs]
-        longest = max(lengths)
         known = [run.request.known_tokens(run.start, run.start + run.length) for run in runs]
-        rows = tuple(run.request.held_row for run in runs)
-        starts = torch.tensor([run.start for run in runs], device=self._device)
-        return PrefillChunk(
-            rows=rows,
-            row_index=torch.tensor(rows, device=self._device),
-            tokens=torch.tensor([k + [0] * (longest - len(k)) for k in known], device=self._device),
-            positions=starts[:, None] + torch.arange(longest, device=self._device),
-            lengths=torch.tensor(lengths, device=self._device),
-            is_padded=min(lengths) < longest,
-            end=max(run.start + run.length for run in runs),
-        )
+        rows, starts = [run.request.held_row for run in runs], [run.start for run in runs]
+        return prefill_chunk(rows, starts, known, self._device)
 
 
 def _first_of_views(requests: Sequence[Request], views: Sequence[View]) -> list[int]:

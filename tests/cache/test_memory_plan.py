@@ -18,7 +18,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.request_table import RequestTable, TokenCounts
-from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_token_capacity
+from specmamba.cache.shapes import MISSED_TOKENS, CacheShape, KVShape, StateShape, pending_token_capacity
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
@@ -52,8 +52,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(
     budget: int = PLENTY, max_nodes: int = 4, shape: CacheShape = SHAPE, weight_bytes: int = 0, **flags: Any
 ) -> MemoryPlan:
-    """A plan without room for distributions, unless ``speculative_accept`` says otherwise."""
-    config = EngineConfig(**({"speculative_accept": "target"} | flags))
+    """A plan without room for distributions and for tokens that a draft head missed, unless flags say otherwise."""
+    config = EngineConfig(**({"speculative_accept": "target", "speculative_adaptive": "off"} | flags))
     return plan_memory(config, shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
 
 
@@ -77,7 +77,7 @@ class TestBytes:
     def test_planned_bytes_are_those_of_the_pools(self, accept: str, page_size: int, total_tokens: int | None) -> None:
         """And of the distributions of every node of a step, where some request may be decided under rejection."""
         flags: dict[str, Any] = {"page_size": page_size, "max_total_tokens": total_tokens, "speculative_accept": accept}
-        made = plan(max_running_requests=3, disable_radix_cache=True, **flags)
+        made = plan(max_running_requests=3, disable_radix_cache=True, speculative_adaptive="auto", **flags)
         kv = KVPool(SHAPE, made.num_pages, page_size, CPU)
         states = StatePool(SHAPE, made.num_state_slots, CPU)
         table = RequestTable(made.num_rows, made.context_length + made.num_lookahead_slots, kv, CPU)
@@ -85,7 +85,8 @@ class TestBytes:
         counts.begin(1, [1], [2])
         assert made.kv_bytes == num_bytes(kv)
         assert made.state_bytes == num_bytes(states)
-        pending_tokens = 4 * pending_token_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
+        # tokens and features of the MTP drafter
+        pending_tokens = 4 * (pending_token_capacity(4) + MISSED_TOKENS) * (8 + 4 * 7)
         per_request = table.kv_slots.nbytes + pending_tokens + sum(x.nbytes for x in counts._tensors or ())
         distributions = 0 if accept == "target" else 3 * 4 * 6 * 4 * VOCAB  # rows, nodes, distributions per node
         assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator) + distributions, abs=8)

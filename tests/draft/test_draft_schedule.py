@@ -83,8 +83,6 @@ def test_probes_take_a_quarter_in_turns_at_intervals_that_double() -> None:
         mask is not None and mask.sum() == 2 and sizes[i].depth == 1 for i, mask in zip(probes, masks, strict=False)
     )
     assert np.all(np.sum([mask for mask in masks if mask is not None], axis=0) == 1)
-    assert sizes[0].keeps_up
-    assert not sizes[-1].keeps_up  # drafts have not paid for long
 
 
 @pytest.mark.parametrize(("of_probe", "first"), [(0.0, 8), (0.05, 8), (0.25, 25), (100.0, LAST_PROBE)])
@@ -172,11 +170,11 @@ def test_every_option_gets_some_tries_unless_it_is_thought_hopeless() -> None:
     tried = [(size.depth, size.is_chain) for size in steps_of(schedule, 20_000) if size.depth]
     assert {(2, False), (1, True), (3, True)} <= set(tried)
     assert not {(1, False), (2, True)} & set(tried)  # below 0.6 of the best
-    first = schedule._looks.copy()
+    first = schedule._tries.looks.copy()
     steps_of(schedule, 20_000)
-    assert [*np.flatnonzero(schedule._looks > first)] == [0, 7]  # plain steps, and the option that is near
+    assert [*np.flatnonzero(schedule._tries.looks > first)] == [0, 7]  # plain steps, and the option that is near
     schedule.restart(rates(10, 11, 14, 20, chains=(13, 11, 19.5)), 2)
-    assert not schedule._looks.any()  # times of other numbers of requests are others
+    assert not schedule._tries.looks.any()  # times of other numbers of requests are others
 
 
 def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
@@ -246,7 +244,7 @@ def test_a_try_lasts_until_enough_of_its_steps_were_timed() -> None:
         schedule.passed(count, timed)
         counts.append(count)
     assert counts == [8, 4, 1, 1]
-    assert schedule._looks[0] == 1
+    assert schedule._tries.looks[0] == 1
     assert schedule.next(ANY)[0].depth
     while schedule.next(ANY)[0].depth:
         schedule.passed(1, 1)
@@ -255,7 +253,7 @@ def test_a_try_lasts_until_enough_of_its_steps_were_timed() -> None:
         schedule.passed(1, 0)
         untimed += 1
     assert untimed == 24
-    assert schedule._looks[0] == 1  # nothing was seen
+    assert schedule._tries.looks[0] == 1  # nothing was seen
 
 
 def off_steps(num_steps: int) -> DraftSchedule:
@@ -292,7 +290,7 @@ def test_a_try_that_does_not_pay_ends() -> None:
     schedule = off_steps(20)
     sizes = looks_of(schedule, rates(10, 9, 9.2, 8), 400)
     tried = [size.depth > 0 and not size.is_probe for size in sizes]
-    assert 0 < sum(tried) <= 24
+    assert 0 < sum(tried) <= 8 + 3 * 2 * 8  # two looks at each option, and another one
     assert schedule.depth == 0
 
 
@@ -313,13 +311,13 @@ def test_a_try_that_seems_to_pay_does_not_go_on_forever() -> None:
 
 def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -> None:
     schedule = off_steps(40)
-    schedule._until_try["other"] = 4000
+    schedule._tries.until["other"] = schedule._until_probe = 4000
     schedule.hear(0.29, 16)
     assert not schedule.next(ANY)[0].depth
     schedule.hear(0.31, 16)
     assert schedule.next(ANY)[0] == DraftSize(2)
     steps_of(schedule, 24)
-    schedule._until_try["other"] = 4000
+    schedule._tries.until["other"] = schedule._until_probe = 4000
     schedule.hear(0.44, 64)  # not much more
     assert not schedule.next(ANY)[0].depth
     schedule.hear(0.47, 16)
@@ -329,15 +327,15 @@ def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -
 def test_tries_of_repeated_text_that_do_not_pay_become_rare() -> None:
     schedule, num_tries = off_steps(40), 0
     for i in range(1000):
-        schedule._until_try["other"] = 4000
+        schedule._tries.until["other"] = 4000
         schedule.hear(i % 2, 16)  # 16,000 steps
-        num_tries += schedule._until_try["other"] == 0
+        num_tries += schedule._tries.until["other"] == 0
     assert 10 < num_tries < 30
 
 
 def test_repeated_text_changes_nothing_while_drafts_are_on() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 14, 12), 8)
-    before = dict(schedule._until_try)
+    before = dict(schedule._tries.until)
     schedule.hear(1.0, 16)
-    assert schedule._until_try == before
+    assert schedule._tries.until == before

@@ -14,10 +14,10 @@ import torch
 from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
-from specmamba.draft.heads import MTPDrafter
+from specmamba.draft.heads import MTPDrafter, missed_steps
 from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.rounds import SizedBatch
-from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
+from specmamba.draft.sizing.schedule import NOTHING, DraftSize
 from specmamba.sampling_params import SpeculationParams
 from tests.decisions import decide_at_random, without_measurement
 
@@ -78,43 +78,69 @@ def test_texts_are_the_plain_ones_whatever_is_decided(plain: list[str], way: str
     assert sum(out.spec.num_accepted_tokens for out in outputs) > NUM_TOKENS // 4  # there was something to get wrong
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_the_drafter_skips_steps_and_drafts_come_back(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def entries_after(
+    sizes: list[DraftSize], captured: bool, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> tuple[list[str], torch.Tensor, int]:
+    """Draft as told in each step.
+
+    Returns:
+        The texts, keys and values of the head for the first request after ``num_steps`` steps [positions, ...], and the
+        number of accepted tokens.
+    """
     params = [SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True) for _ in PROMPTS[:3]]
-    with LLM(dtype="float32", speculative_algorithm="none") as llm:
-        plain = [out.text for out in llm.generate(PROMPTS[:3], params)]
     with LLM(dtype="float32", speculative_adaptive="auto", disable_cuda_graph=not captured) as llm:
         sizer, drafter = llm.engine.runner.sizer, llm.engine.runner.drafter
         assert sizer is not None
         assert isinstance(drafter, MTPDrafter)
-        sizes = iter([NOTHING_FOR_LONG] * 60 + [DraftSize(3)] * 60)
+        assert drafter._own_kv is not None
+        left = iter(sizes)
 
         def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
             sizer._predict(batch)
-            return next(sizes), 1
+            return next(left), 1
 
         monkeypatch.setattr(sizer, "_planned", planned)
         for i, prompt in enumerate(PROMPTS[:3]):
             llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params[i])
-        texts, num_pending = dict.fromkeys("012", ""), []
+        texts, found = dict.fromkeys("012", ""), torch.zeros(0)
         while llm.engine.has_unfinished_requests:
             for delta in llm.engine.step():
                 texts[delta.request_id] += delta.text
-            rows = [request.held_row for request in llm.engine.scheduler.verifying]
-            num_pending += [max(drafter.pending.counts(rows), default=0)]
-            if len(num_pending) == 50:
-                assert drafter._skipped.keys() == set(rows)
-            if len(num_pending) == 68:
-                assert not drafter._skipped
-                own_kv, slots = drafter._own_kv, llm.engine.pools.table
-                assert own_kv is not None
-                unseen, seen = slots.slots_at(torch.tensor(rows[:1]), torch.tensor([[20, 70]]))[0]
-                assert all(float(kv[unseen].abs().sum()) == 0 for kv in (*own_kv.k, *own_kv.v))
-                assert all(float(kv[seen].abs().sum()) > 0 for kv in (*own_kv.k, *own_kv.v))
-        spec = llm.engine.stats().spec
-    assert [texts[name] for name in "012"] == plain
-    assert max(num_pending) <= drafter.max_nodes
-    assert spec.num_accepted_tokens > 20
+            num_steps -= 1
+            if num_steps == 0:
+                request = llm.engine.scheduler.verifying[0]
+                positions = torch.arange(1, request.root_position - 8)[None]
+                slots = llm.engine.pools.table.slots_at(torch.tensor([request.held_row]), positions)[0]
+                found = torch.stack([layer[slots].float() for layer in (*drafter._own_kv.k, *drafter._own_kv.v)], 1)
+        return [texts[name] for name in "012"], found, llm.engine.stats().spec.num_accepted_tokens
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_drafter_skips_steps_and_runs_their_tokens_when_it_comes_back(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always, entries, _ = entries_after([DraftSize(1)] * 100, captured, monkeypatch, 44)
+    some = np.array([True, False, False])
+    probes = [NOTHING] * 20 + [DraftSize(1, drafted=some, is_probe=True)] + [NOTHING] * 20
+    texts, found, num_accepted = entries_after(probes + [DraftSize(3)] * 60, captured, monkeypatch, 46)
+    assert texts == always
+    assert num_accepted > 20
+    number = min(len(found), len(entries))
+    torch.testing.assert_close(found[:number], entries[:number], rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_missed_too_long_ago_is_nothing_and_the_rest_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    always, entries, _ = entries_after([DraftSize(1)] * 100, True, monkeypatch, 44)
+    monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 16)
+    texts, found, _ = entries_after([NOTHING] * 40 + [DraftSize(3)] * 60, True, monkeypatch, 46)
+    assert texts == always
+    is_nothing = found.flatten(1).abs().sum(1) == 0
+    assert is_nothing.sum() == 40 + 1 - 16
+    end = int(is_nothing.nonzero()[-1])
+    assert not is_nothing[end + 1 :].any()
+    number = int(is_nothing.nonzero()[0])
+    torch.testing.assert_close(found[:number], entries[:number], rtol=1e-4, atol=1e-5)
+    assert (found[end + 1 : end + 15] - entries[end + 1 : end + 15]).abs().max() > 0  # they see what is nothing
 
 
 def learned(**flags: Any) -> tuple[list[str], Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from specmamba.cache.shapes import CacheShape, pending_token_capacity
+from specmamba.cache.shapes import MISSED_TOKENS, CacheShape, pending_token_capacity
 from specmamba.config import EngineConfig
 
 # Acceptance by rejection holds this many distributions over the vocabulary for every node of a step.
@@ -154,10 +154,12 @@ class Demand:
         return replace(self, config=self.config.model_copy(update=changes))
 
     def _drafter_bytes(self, max_nodes: int) -> int:
-        """Bytes of a draft head's pending tokens of one request, with the target's states before them."""
+        """Bytes of a draft head's pending and missed tokens of one request, with the target's states before them."""
         if not self.shape.draft_features or self.shape.draft_model is not None:
             return 0
-        return pending_token_capacity(max_nodes) * (self.shape.draft_features * self.shape.dtype.itemsize + SLOT_BYTES)
+        missed = MISSED_TOKENS if self.config.speculative_adaptive == "auto" else 0
+        num_tokens = pending_token_capacity(max_nodes) + missed
+        return num_tokens * (self.shape.draft_features * self.shape.dtype.itemsize + SLOT_BYTES)
 
     def _draft_model_bytes(self, max_nodes: int) -> int:
         """Bytes of a draft model for one running request: its state, the records to roll it back, pending tokens."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from specmamba.cache.access import PagedKV, batch_rows, causal_keys, tree_keys
+from specmamba.cache.access import PagedKV, batch_rows, causal_keys, prefill_chunk, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import pending_token_capacity
@@ -17,6 +18,7 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.descent import Descent
+from specmamba.draft.heads.missed_steps import MissedSteps, MissedTokens
 from specmamba.draft.heads.pending_tokens import PendingTokenTable, Window
 from specmamba.draft.heads.tree_growth import (
     StaticLayout,
@@ -41,8 +43,7 @@ class MTPDrafter(Drafter):
     While it drafts, the head makes its KV entries from its own hidden states. For accepted tokens they are made again
     from the target's states, together with the entry of the new root, in the first forward of the next draft: the
     decided tokens stay *pending* until then. Steps whose tree is the root alone may defer their pending tokens further.
-    Tokens of steps that it skips, because drafts have long not paid, it never sees: that costs a little acceptance when
-    it returns.
+    Steps without drafts it may skip; it runs their newest tokens when it returns, and older ones never.
 
     A head may have several modules (DeepSeek-V3, arXiv 2412.19437, section 2.2). Module d mod D proposes the children
     at depth d of a draft (d = 0: the root's). Each module has an entry of its own for every position t from
@@ -100,12 +101,12 @@ class MTPDrafter(Drafter):
             self._device,
         )
         self._stay: Sequence[bool] = ()  # the rows of the current step whose pending tokens are deferred
-        self._skipped: dict[int, tuple[int, int]] = {}  # by row: first position without an entry, and the root's token
+        self._missed = MissedSteps()
         self._window: Window | None = None  # positions and slots of the current draft
         self._descent: Descent | None = None  # states of the current draft; None for heads of one module
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._skipped.pop(row, None)
+        self._missed.forget(row)
         self.pending.begin(row, tokens)
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
@@ -127,7 +128,10 @@ class MTPDrafter(Drafter):
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         """Make the head's entries for known tokens."""
-        states = self.head.combine(features)
+        self._run_known(chunk, self.head.combine(features))
+
+    def _run_known(self, chunk: PrefillChunk, states: Tensor) -> None:
+        """Make the head's entries for known tokens from the target's states [B, L, H] after them."""
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, states.shape[2])
         for module in range(self._num_modules):
             stored = self.pending.before[module]
@@ -200,12 +204,11 @@ class MTPDrafter(Drafter):
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         self.pending.advance(rows, [len(tokens) for tokens in decided], self._stay)
 
-    def skip(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        root, num_tokens = self.pending.root, self.pending.num_tokens
-        for row, tokens in zip(rows, decided, strict=True):
-            first, _ = self._skipped.get(row) or (root[row] - num_tokens[row] + 1, 0)
-            self._skipped[row] = first, tokens[-1]
-            root[row] += len(tokens)
+    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
+        if features.shape[1] > 1:
+            features = features.gather(1, verdict.path[..., None].expand_as(features))
+        states = features.clone()  # a captured step writes to the same memory again
+        self._missed.add((rows, decided, states))
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over the pending tokens.
@@ -298,16 +301,34 @@ class MTPDrafter(Drafter):
         return outputs
 
     def _return_to(self, rows: Sequence[int]) -> None:
-        """Go on after skipped steps. Entries of tokens that were not seen become zeros, not those of other requests."""
-        if not self._skipped:
+        """Go on after skipped steps: run their tokens, up to the roots."""
+        if not self._missed or not (rows := self._missed.among(rows)):
             return
-        for row in [row for row in rows if row in self._skipped]:
-            first, root_token = self._skipped.pop(row)
-            self.pending.restart(row, root_token)
-            positions = torch.arange(first, self.pending.root[row], device=self._device)[None]
-            slots = self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten()
-            assert self._own_kv is not None
-            self._own_kv.clear(slots)
+        runs, starts, after = [], [], []
+        for row, missed in zip(rows, self._missed.take(rows), strict=True):
+            tokens, before = self._known(row, missed)
+            self.pending.root[row] += missed.num_lost + len(missed.tokens)
+            starts.append(self.pending.root[row] + 1 - len(tokens))
+            self.pending.before[0][row, 0] = before[0]
+            self.pending.restart(row, tokens[-1])
+            runs.append(tokens[:-1])
+            after.append(before[1:])
+        self._run_known(prefill_chunk(rows, starts, runs, self._device), pad_sequence(after, batch_first=True))
+
+    def _known(self, row: int, missed: MissedTokens) -> tuple[list[int], Tensor]:
+        """Return the pending and missed tokens of a row, up to the new root, and the states [n, H] before each."""
+        pending, states = self.pending, self.head.combine(missed.states[None])[0]
+        number = pending.num_tokens[row]
+        if not missed.num_lost:
+            tokens = pending.tokens[row, :number].tolist() + missed.tokens
+            return tokens, torch.cat([pending.before[0][row, :number], states])
+        # entries of what is not known become zeros, not those of other requests
+        for before in pending.before[1:]:
+            before[row, 0] = 0
+        positions = pending.root[row] + 1 + torch.arange(-number, missed.num_lost, device=self._device)[None]
+        assert self._own_kv is not None
+        self._own_kv.clear(self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten())
+        return missed.tokens, states
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""

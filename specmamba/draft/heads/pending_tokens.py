@@ -90,9 +90,7 @@ class PendingTokenTable:
             self.root[row] += count
 
     def restart(self, row: int, root_token: int) -> None:
-        """Leave the root alone pending; the states before it are not known and become zeros."""
-        for before in self.before:
-            before[row, 0] = 0
+        """Leave the root alone pending; the states in the first column are those before it."""
         self.tokens[row, 0] = root_token
         self.num_tokens[row] = self.num_with_states[row] = 1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree
+from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
@@ -99,7 +99,7 @@ class NgramDrafter(Drafter):
             history[row, lengths[row] : end] = tokens
             lengths[row] = end
 
-    def skip(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
         self.advance(rows, decided)
 
     def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:

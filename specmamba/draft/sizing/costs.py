@@ -30,6 +30,8 @@ LEAST_WEIGHT = 0.1  # of a change in the factor of what it leads to
 # observations that agree with the measurement, before the first: of many noisy buckets one always looks cheap
 SEEN_OF_KIND, SEEN_OF_BUCKET = 2, 3
 FARTHEST = math.log(1.25)  # a step that is farther from what was expected counts as this far
+LEAST_OF_REST, LONGEST_REST = 0.02, 1.0  # of a step in a mean, and what is no time of a step
+PLAIN_KIND = 0, False  # depth of the draft, and whether it is a chain
 Curve = dict[int, float]  # seconds by a number
 
 
@@ -106,7 +108,7 @@ class StepCosts:
             known = self._mean(num_requests, lambda t: _at(t.chains, depths)), of_key
             self._chains[num_requests, max_depth] = known
         seconds = known[0] + known[1] * num_keys
-        ratios = [self.ratio(num_requests, depth, "chain") for depth in range(1, max_depth + 1)]
+        ratios = [self.ratio(num_requests, depth * num_requests, "chain") for depth in range(1, max_depth + 1)]
         nothing = np.full(1, math.inf)
         return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
 
@@ -183,6 +185,29 @@ class StepCosts:
         low, high = sizes[place - 1], sizes[place]
         share = (num_requests - low) / (high - low)
         return of_times(self.times[low]) * (1 - share) + of_times(self.times[high]) * share
+
+
+@dataclass
+class RestTimes:
+    """Seconds that the host works on a step behind its measured time: more where a step decides more tokens."""
+
+    # mean and number of observations, by the bucket of requests and kind of step
+    _means: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
+    _newest: float = 0.0  # mean of the newest kind
+
+    def observe(self, num_requests: int, kind: Hashable, seconds: float) -> None:
+        """Learn from one step. Times that no clock means are ignored."""
+        if not 0 <= seconds < LONGEST_REST:
+            return
+        key = num_requests.bit_length(), kind
+        mean, count = self._means.get(key, (0.0, 0))
+        self._newest = mean + max(LEAST_OF_REST, 1 / (count + 1)) * (seconds - mean)
+        self._means[key] = self._newest, count + 1
+
+    def of(self, num_requests: int, kind: Hashable) -> float:
+        """Return the seconds of a step; of a kind that has not been seen: of a plain step, else of the newest one."""
+        size = num_requests.bit_length()
+        return self._means.get((size, kind), self._means.get((size, PLAIN_KIND), (self._newest, 0)))[0]
 
 
 def bucket_of(num_requests: int, num_nodes: int) -> tuple[int, int]:

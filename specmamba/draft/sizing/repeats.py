@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MOST_ROWS = 4  # of a batch that are listened to
 LONGEST_START = 512  # tokens in front of the decided ones that are looked at
 WEIGHT = 1 / 16  # of a token in the share
 
@@ -38,10 +39,11 @@ class Repeats:
         text.add(tokens[-LONGEST_START:], weight=0.0)
 
     def add(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """Add the tokens that a step decided for each row."""
-        for row, tokens in zip(rows, decided, strict=True):
+        """Add the tokens that a step decided for each row, for the first rows of them."""
+        for row, tokens in zip(rows[:MOST_ROWS], decided, strict=False):
             self._texts[row].add(tokens)
 
     def share(self, rows: Sequence[int]) -> float:
         """Return which share of the newest tokens of these rows repeats their own text: a mean that fades."""
-        return sum([self._texts[row].share for row in rows]) / len(rows)
+        heard = rows[:MOST_ROWS]
+        return sum([self._texts[row].share for row in heard]) / len(heard)

@@ -12,7 +12,7 @@ the text begins to repeat itself (``Repeats``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,25 +22,24 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two probes
-LONG_INTERVAL = 32  # between probes, from which on the drafter skips steps: drafts have not paid for long, or are dear
-STEPS_BEFORE_PROBE = 3  # in which the drafter follows the text again
-SHARE_OF_PROBES = 0.01  # of the time of all steps, at the most, from the first interval on
+LONG_INTERVAL = 32  # between probes, from which on decisions are rarer: drafts have not paid for long, or are dear
+SHARE_OF_PROBES = 0.005  # of the time of all steps, at the most, from the first interval on
 PROBED_SHARE = 4  # one request of so many is probed
 # steps of one decision: usually, while a change is near, and where drafts have long not paid
-ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 32
-SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
+ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 48
+SHARE_OF_TRIES, LEAST_LOSS = 0.003, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
-FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
+FIRST_TRIES, FIRST_INTERVALS = {"plain": 64, "other": 24}, {"plain": 64, "other": 128}  # steps before, and between two
 SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try; steps that this may delay one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
-FIRST_LOOKS, NEAR_AT_FIRST = 3, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
+FIRST_LOOKS, NEAR_AT_FIRST = 2, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
 TIMED_STEPS, MOST_TRIED_STEPS = 4, 24  # of a try: it ends when so many steps were timed, or made
 # short rounds that a try goes on where it is seen to gain so much: drafts change within four looks
 MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 4, 1.05
 # a share of repeated tokens that leads to a try; how much more the next one needs; steps between two that do not pay
 LEAST_REPEATED, MORE_REPEATED, FIRST_ALARM = 0.3, 0.15, 32
 NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
-WEIGHT = 0.3  # of a new look in the mean gains
+WEIGHT = 0.3  # of a new look in the mean gains, after a short round
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,6 @@ class DraftSize:
     is_chain: bool = False  # a whole chain for every request, without a choice
     drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
     is_probe: bool = False
-    keeps_up: bool = True  # the drafter's state follows the text; False: it may skip the step
     learns: bool = (
         True  # the drafter's probabilities are judged by the result; False: the host counts what a chain brings
     )
@@ -64,7 +62,16 @@ class DraftSize:
         return found
 
 
-NOTHING, NOTHING_FOR_LONG = DraftSize(0), DraftSize(0, keeps_up=False)
+@dataclass
+class _Tries:
+    """When other options are tried, with about as many requests."""
+
+    looks: Ints  # tries so far of each option
+    until: dict[str, int] = field(default_factory=lambda: dict(FIRST_TRIES))  # steps before the next one of a kind
+    interval: dict[str, int] = field(default_factory=lambda: dict(FIRST_INTERVALS))
+
+
+NOTHING = DraftSize(0)
 
 
 class DraftSchedule:
@@ -79,11 +86,10 @@ class DraftSchedule:
         self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = self._least_interval = FIRST_PROBE
         self._next_probed = self._num_new = 0
-        self._stretch = TIMED_STEPS  # steps of a try that are expected
+        self._stretch, self._of_probe = TIMED_STEPS, 0.0  # steps of a try that are expected, and what a probe takes
         self._lengths: Floats = np.ones(2 * (num_steps + 1))  # of a step of each option, over a plain one
-        self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
         self._newest_other = self._batch_age = self._bucket = 0
-        self._num_looks: dict[int, Ints] = {}  # tries so far of each option, by the power of two of the requests
+        self._tries_of: dict[int, _Tries] = {}  # by the power of two of the requests
         # a try, its option, its steps that are left at the most, and those that have not been timed yet
         self._trying, self._tried, self._num_tries, self._num_untimed = "plain", 0, 0, 0
         self._paying: int | None = None  # the option that the newest drafts show to pay while nothing is drafted
@@ -100,7 +106,7 @@ class DraftSchedule:
             lengths: [2 (D + 1)], a step of each option.
             of_probe: what a probe takes longer than plain steps.
         """
-        self._stretch, self._lengths = num_tried, lengths
+        self._stretch, self._lengths, self._of_probe = num_tried, lengths, of_probe
         self._least_interval = min(max(round(of_probe / SHARE_OF_PROBES), FIRST_PROBE), LAST_PROBE)
 
     def restart(self, rates: Floats, num_requests: int) -> None:
@@ -108,7 +114,8 @@ class DraftSchedule:
         self.gains, self._bucket = rates / rates[0], num_requests.bit_length()
         self.depth, self.is_chain = self.option(self._best())
         if self._num_tries > 0:  # it was cut short
-            self._until_try[self._trying] = min(self._until_try[self._trying], FIRST_TRIES[self._trying])
+            until = self._tries.until
+            until[self._trying] = min(until[self._trying], FIRST_TRIES[self._trying])
         self._wish_age = self._num_tries = self._batch_age = 0
 
     def begin(self) -> None:
@@ -118,7 +125,7 @@ class DraftSchedule:
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
         seen = rates / rates[0]
-        self.gains += WEIGHT * (seen - self.gains)
+        self.gains += (1.0 - (1.0 - WEIGHT) ** (num_steps / SHORT_ROUND)) * (seen - self.gains)
         was_tried = not self.depth and self._counted == ("try",)
         self._paying = int(seen.argmax()) if was_tried and seen.max() >= GAIN_OF_FOLLOW_UP else None
         place, best = self._place, self._best()
@@ -147,7 +154,7 @@ class DraftSchedule:
         self._alarm, self._is_alarmed = repeated + MORE_REPEATED, True
         self._until_alarm = self._alarm_interval
         self._alarm_interval = min(2 * self._alarm_interval, LAST_PROBE)
-        self._until_try["other"] = min(self._until_try["other"], 0)
+        self._tries.until["other"] = min(self._tries.until["other"], 0)
 
     def next(self, max_depths: Ints) -> tuple[DraftSize, int]:
         """Return what the next steps draft, and for how many at the most; ``passed`` tells how many there were.
@@ -170,9 +177,7 @@ class DraftSchedule:
             return self._probe(max_depths), 1
         self._counted = "probe", "other"
         number = self._until_probe - 1
-        if self._probe_interval < LONG_INTERVAL or number <= STEPS_BEFORE_PROBE:
-            return NOTHING, min(ROUND, number)
-        return NOTHING_FOR_LONG, min(LONG_ROUND, number - STEPS_BEFORE_PROBE)
+        return NOTHING, min(ROUND if self._probe_interval < LONG_INTERVAL else LONG_ROUND, number)
 
     def passed(self, num_steps: int, num_timed: int) -> None:
         """Count steps that were made as the newest ``next`` said, and those of them that were timed."""
@@ -182,11 +187,11 @@ class DraftSchedule:
                 self._num_tries, self._num_untimed = self._num_tries - num_steps, self._num_untimed - num_timed
                 if self._num_untimed <= 0:
                     self._num_tries = 0
-                    self._looks[self._tried] += 1
+                    self._tries.looks[self._tried] += 1
             elif name == "probe":
                 self._until_probe -= num_steps
             else:
-                self._until_try[name] -= num_steps
+                self._tries.until[name] -= num_steps
 
     def option(self, place: int) -> tuple[int, bool]:
         """The depth of an option among ``gains``, and whether it is that of chains."""
@@ -219,8 +224,8 @@ class DraftSchedule:
             self._probe_interval = min(self._probe_interval, max(NEWS_INTERVAL, self._least_interval))
 
     @property
-    def _looks(self) -> Ints:
-        return self._num_looks.setdefault(self._bucket, np.zeros(len(self.gains), np.int64))
+    def _tries(self) -> _Tries:
+        return self._tries_of.setdefault(self._bucket, _Tries(np.zeros(len(self.gains), np.int64)))
 
     @property
     def _is_settled(self) -> bool:
@@ -237,7 +242,8 @@ class DraftSchedule:
 
     def _start_try(self) -> None:
         """Begin a try that is due: of plain steps where there are drafts, or of another option."""
-        for name, until in self._until_try.items():
+        tries = self._tries
+        for name, until in tries.until.items():
             if until > (0 if self._is_settled else -LONGEST_DELAY):
                 continue
             place = 0 if name == "plain" else self._another()
@@ -247,17 +253,22 @@ class DraftSchedule:
                 continue
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
             length = float(self._lengths[place] / self._lengths[self._place])
-            most = max(min(self._stretch * length * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
-            self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
+            lost = self._stretch * length * loss + (0.0 if self.depth else self._of_probe)
+            most = max(min(lost / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_INTERVALS[name])
+            if name == "other" and tries.looks[place] < FIRST_LOOKS:
+                tries.until[name] = FIRST_TRIES[name]
+            else:
+                tries.interval[name] = tries.until[name] = min(2 * tries.interval[name], round(most))
             self._trying, self._tried = name, place
             self._num_tries, self._num_untimed, self._num_follow_ups = MOST_TRIED_STEPS, TIMED_STEPS, 0
             return
 
     def _another(self) -> int:
         """The next option that is nearly as good as the present one; the best one if there is none where off."""
-        least = np.where(self._looks < FIRST_LOOKS, NEAR_AT_FIRST, NEAR)
-        near = np.flatnonzero(self.gains >= least * self.gains[self._place])
-        others = [place for place in near.tolist() if place not in (0, self._place)]
+        shares = self.gains / self.gains[self._place]
+        shares[[0, self._place]] = 0.0
+        first = np.flatnonzero((self._tries.looks < FIRST_LOOKS) & (shares >= NEAR_AT_FIRST))
+        others = (first if len(first) else np.flatnonzero(shares >= NEAR)).tolist()
         if not others:
             return self._place or int(self.gains[1:].argmax()) + 1
         self._newest_other = next((place for place in others if place > self._newest_other), others[0])

@@ -16,12 +16,11 @@ import numpy as np
 
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
-from specmamba.draft.sizing.costs import StepCosts
+from specmamba.draft.sizing.costs import RestTimes, StepCosts
 from specmamba.draft.sizing.repeats import Repeats
 from specmamba.draft.sizing.rounds import WARM_SECONDS, WARM_STEPS, Bounds, Round, SizedBatch, SizerFigures, WarmUp
 from specmamba.draft.sizing.schedule import (
-    NOTHING_FOR_LONG,
-    PROBED_SHARE,
+    NOTHING,
     ROUND,
     SHORT_ROUND,
     TIMED_STEPS,
@@ -47,8 +46,8 @@ FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that b
 DRAWS = 16  # kept drafts that are looked at, of all requests
 CHAINS_TO_LEARN = 4  # one round of chains of so many judges probabilities, which takes a few percent of a step
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
-FACTOR_OF_PROBE = 2.0  # the drafter follows the text again before a probe, which takes about as long as the probe
-WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
+WEIGHT_OF_PROBE = 0.25  # of a probe in the mean time of probes
+REST_INTERVAL = 8  # steps of a round between two whose rest is timed
 
 
 class DraftSizer:
@@ -71,7 +70,8 @@ class DraftSizer:
         self._figures = SizerFigures()
         self.schedule, self._repeats = DraftSchedule(bounds.num_steps), Repeats()
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
-        self.overhead = 0.0  # seconds of a step that are not in its measured time
+        self.rests = RestTimes()
+        self._of_probe: dict[int, float] = {}  # plain steps that a probe takes longer, by the bucket of requests
         self.last_seconds: float | None = None  # of the newest step
         self.learns_on_host = False  # ``learn`` follows the planned step
         self._totals = totals
@@ -200,6 +200,8 @@ class DraftSizer:
         now, offer = self._present, self._offer
         self.last_seconds = seconds
         now.seconds.append(seconds)
+        if now.size.is_probe and seconds is not None:
+            self._note_probe(seconds)
         if now.size.is_chain:
             if offer is None and num_accepted is not None:
                 now.num_accepted.append(num_accepted)
@@ -210,8 +212,9 @@ class DraftSizer:
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
-        if 0 <= seconds < LONGEST_REST:
-            self.overhead += WEIGHT_OF_REST * (seconds - self.overhead)
+        now = self._present
+        if now.num_left % REST_INTERVAL == 0:
+            self.rests.observe(len(now.rows), (now.size.depth, now.size.is_chain), seconds)
 
     def stats(self) -> SizingStats:
         """Return what has been decided, and what is thought now."""
@@ -222,6 +225,12 @@ class DraftSizer:
         reason = schedule.reason(self._num_requests) if is_judged else "no draft has been judged yet"
         figures = replace(self.figures, decision_seconds=self.figures.decision_seconds + float(self.state.seconds[0]))
         return SizingStats(**vars(figures), calibration_error=error, depth=schedule.depth, gains=gains, reason=reason)
+
+    def _note_probe(self, seconds: float) -> None:
+        """Learn how long a probe takes, the tokens included that the drafter missed and runs first."""
+        size = len(self._present.rows)
+        name, found = size.bit_length(), max(seconds / float(self._seconds[0, size]) - 1.0, 0.0)
+        self._of_probe[name] = found + (1.0 - WEIGHT_OF_PROBE) * (self._of_probe.get(name, found) - found)
 
     @property
     def _present(self) -> Round:
@@ -292,11 +301,12 @@ class DraftSizer:
         found = sorted([(seconds / of, of, num_nodes) for (seconds, num_nodes), of in zip(steps, bases, strict=True)])
         ratio, of, num_nodes = found[len(found) // 2]
         if done.size.is_chain:
-            self.costs.observe(number, depth, "chain", of, ratio * of, len(steps))
+            self.costs.observe(number, depth * number, "chain", of, ratio * of, len(steps))
         else:
             self.costs.observe(number, num_nodes, depth > 0, of, ratio * of, len(steps))
         self._figures.predicted_seconds += predicted
-        self._figures.measured_seconds += sum([seconds for seconds, _ in steps]) + self.overhead * len(steps)
+        rest = self.rests.of(number, (depth, done.size.is_chain))
+        self._figures.measured_seconds += sum([seconds for seconds, _ in steps]) + rest * len(steps)
 
     def _planned(self, batch: SizedBatch) -> tuple[DraftSize, int]:
         """What the next steps draft, and their number."""
@@ -305,7 +315,7 @@ class DraftSizer:
             self._num_requests = 0  # times are predicted when it ends
             self._seconds = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             depth, nodes = self.forced
-            return DraftSize(depth, is_chain=nodes == 0) if depth else NOTHING_FOR_LONG, ROUND
+            return DraftSize(depth, is_chain=nodes == 0) if depth else NOTHING, ROUND
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
             self._age = -1
@@ -326,20 +336,22 @@ class DraftSizer:
 
     def _predict(self, batch: SizedBatch) -> None:
         """Predict the times of steps of these requests, by depth and number of nodes."""
-        size = self._num_requests = len(batch.rows)
-        most = size * self.bounds.max_nodes
+        size, deepest = len(batch.rows), self.bounds.num_steps
+        self._num_requests = size
         padding = self._padding(size)
         keys, largest = batch.num_keys(), int(padding[-1])
-        found = self.costs.totals(size, self.bounds.num_steps, keys, largest)
+        found = self.costs.totals(size, deepest, keys, largest)
         self._bases = [base[padding].tolist() for base, _ in found]
-        self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
-        bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
-        self._chain_bases, self._chain_seconds = bases.tolist(), chains + self.overhead
+        rests = np.array(
+            [[self.rests.of(size, (d, is_chain)) for d in range(deepest + 1)] for is_chain in (False, True)]
+        )
+        self._seconds = np.stack([seconds[padding] for _, seconds in found]) + rests[0, :, None]
+        bases, chains = self.costs.chains(size, keys, deepest)
+        self._chain_bases, self._chain_seconds = bases.tolist(), chains + rests[1]
         self._next_costs, self._is_news = time.perf_counter() + COST_SECONDS, True
         plain = float(self._seconds[0, size])
         lengths = np.where(np.isfinite(self._chain_seconds), self._chain_seconds, 0.0) / plain
-        probed = self._seconds[1, min(size + -(-size // PROBED_SHARE), most)] if self.bounds.num_steps else plain
-        of_probe = FACTOR_OF_PROBE * (float(probed) / plain - 1.0)
+        of_probe = self._of_probe.get(size.bit_length(), 1.0)
         num_tried = TIMED_STEPS + min(WARM_STEPS, math.ceil(WARM_SECONDS / plain))
         self.schedule.set_times(num_tried, np.tile(np.maximum(lengths, 1.0), 2), of_probe)
 
