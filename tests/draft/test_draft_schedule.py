@@ -7,7 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specmamba.draft.sizing.schedule import LAST_PROBE, MOST_INTERVAL, SETTLING_STEPS, DraftSchedule, DraftSize
+from specmamba.draft.sizing.schedule import (
+    LAST_PROBE,
+    MOST_INTERVAL,
+    SETTLING_STEPS,
+    TIMED_STEPS,
+    DraftSchedule,
+    DraftSize,
+)
 
 NUM_STEPS = 3
 ANY = np.full(8, NUM_STEPS)
@@ -238,12 +245,12 @@ def test_a_try_lasts_until_enough_of_its_steps_were_timed() -> None:
     while schedule.next(ANY)[0].depth:
         schedule.passed(1, 1)
     counts = []
-    for timed in (0, 3, 0, 1):
+    for timed in (0, TIMED_STEPS - 1, 0, 1):
         size, count = schedule.next(ANY)
         assert not size.depth
         schedule.passed(count, timed)
         counts.append(count)
-    assert counts == [8, 4, 1, 1]
+    assert counts == [8, TIMED_STEPS, 1, 1]
     assert schedule._tries.looks[0] == 1
     assert schedule.next(ANY)[0].depth
     while schedule.next(ANY)[0].depth:

@@ -1,7 +1,7 @@
 """The time of a step: a draft of some depth, and a verify of some nodes, for any number of requests.
 
 Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all,
-the host's work included, and what keys in front of the roots add. Between measured points times are interpolated
+and what keys in front of the roots add. What the host does behind a step is timed while the engine runs. Between measured points times are interpolated
 linearly, first over T, then over R.
 
 While the engine runs, moving ratios of measured over predicted time correct them: one of all steps, which follows the

@@ -5,8 +5,8 @@ requests changes, at once. Below a gain of 2 % over plain decoding nothing is dr
 the most is drafted for at depth 1 now and then, at intervals that double, so that it is seen when drafts pay again.
 
 What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
-try loses half a percent of the time: the worse an option is thought to be, the seldomer it is tried. Where nothing is
-drafted, a try goes on while it is seen to pay, until drafts change or do not pay after all; and there is one soon when
+try loses 0.3 % of the time: the worse an option is thought to be, the seldomer it is tried. With another number of
+requests all options that are not hopeless are looked at soon. Where nothing is drafted, a try goes on while it is seen to pay, until drafts change or do not pay after all; and there is one soon when
 the text begins to repeat itself (``Repeats``).
 """
 
@@ -33,7 +33,7 @@ FIRST_TRIES, FIRST_INTERVALS = {"plain": 64, "other": 24}, {"plain": 64, "other"
 SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try; steps that this may delay one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 FIRST_LOOKS, NEAR_AT_FIRST = 2, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
-TIMED_STEPS, MOST_TRIED_STEPS = 4, 24  # of a try: it ends when so many steps were timed, or made
+TIMED_STEPS, MOST_TRIED_STEPS = 6, 24  # of a try: it ends when so many steps were timed, or made
 # short rounds that a try goes on where it is seen to gain so much: drafts change within four looks
 MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 4, 1.05
 # a share of repeated tokens that leads to a try; how much more the next one needs; steps between two that do not pay
@@ -177,7 +177,8 @@ class DraftSchedule:
             return self._probe(max_depths), 1
         self._counted = "probe", "other"
         number = self._until_probe - 1
-        return NOTHING, min(ROUND if self._probe_interval < LONG_INTERVAL else LONG_ROUND, number)
+        most = ROUND if self._probe_interval < LONG_INTERVAL else LONG_ROUND
+        return NOTHING, min(most, number, max(self._tries.until["other"], SHORT_ROUND))
 
     def passed(self, num_steps: int, num_timed: int) -> None:
         """Count steps that were made as the newest ``next`` said, and those of them that were timed."""
@@ -247,7 +248,7 @@ class DraftSchedule:
             if until > (0 if self._is_settled else -LONGEST_DELAY):
                 continue
             place = 0 if name == "plain" else self._another()
-            if self._is_alarmed and not self.depth:
+            if name == "other" and self._is_alarmed and not self.depth:
                 place, self._is_alarmed = int(self.gains[1:].argmax()) + 1, False
             if place == self._place:
                 continue
@@ -255,7 +256,7 @@ class DraftSchedule:
             length = float(self._lengths[place] / self._lengths[self._place])
             lost = self._stretch * length * loss + (0.0 if self.depth else self._of_probe)
             most = max(min(lost / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_INTERVALS[name])
-            if name == "other" and tries.looks[place] < FIRST_LOOKS:
+            if name == "other" and len(self._first_looks):
                 tries.until[name] = FIRST_TRIES[name]
             else:
                 tries.interval[name] = tries.until[name] = min(2 * tries.interval[name], round(most))
@@ -263,12 +264,22 @@ class DraftSchedule:
             self._num_tries, self._num_untimed, self._num_follow_ups = MOST_TRIED_STEPS, TIMED_STEPS, 0
             return
 
+    @property
+    def _shares(self) -> Floats:
+        """What the other options that draft are thought to bring, over the present one."""
+        shares: Floats = self.gains / self.gains[self._place]
+        shares[[0, self._place]] = 0.0
+        return shares
+
+    @property
+    def _first_looks(self) -> Ints:
+        """Options that have not been looked at often enough."""
+        return np.flatnonzero((self._tries.looks < FIRST_LOOKS) & (self._shares >= NEAR_AT_FIRST))
+
     def _another(self) -> int:
         """The next option that is nearly as good as the present one; the best one if there is none where off."""
-        shares = self.gains / self.gains[self._place]
-        shares[[0, self._place]] = 0.0
-        first = np.flatnonzero((self._tries.looks < FIRST_LOOKS) & (shares >= NEAR_AT_FIRST))
-        others = (first if len(first) else np.flatnonzero(shares >= NEAR)).tolist()
+        first = self._first_looks
+        others = (first if len(first) else np.flatnonzero(self._shares >= NEAR)).tolist()
         if not others:
             return self._place or int(self.gains[1:].argmax()) + 1
         self._newest_other = next((place for place in others if place > self._newest_other), others[0])

@@ -297,13 +297,12 @@ class DraftSizer:
             predicted = sum([of_depth.item(num_nodes) for _, num_nodes in steps])
         if not math.isfinite(predicted):
             return
-        # the middle one is not moved by a step that other work on the machine has held up
-        found = sorted([(seconds / of, of, num_nodes) for (seconds, num_nodes), of in zip(steps, bases, strict=True)])
-        ratio, of, num_nodes = found[len(found) // 2]
-        if done.size.is_chain:
-            self.costs.observe(number, depth * number, "chain", of, ratio * of, len(steps))
-        else:
-            self.costs.observe(number, num_nodes, depth > 0, of, ratio * of, len(steps))
+        # a mean, as speed is one; a step that was held up for long counts as one that took twice as long as most
+        ratios = np.array([seconds / of for (seconds, _), of in zip(steps, bases, strict=True)])
+        ratio = float(np.minimum(ratios, 2.0 * np.median(ratios)).mean())
+        num_nodes = depth * number if done.size.is_chain else sorted([nodes for _, nodes in steps])[len(steps) // 2]
+        kind = "chain" if done.size.is_chain else depth > 0
+        self.costs.observe(number, num_nodes, kind, 1.0, ratio, len(steps))
         self._figures.predicted_seconds += predicted
         rest = self.rests.of(number, (depth, done.size.is_chain))
         self._figures.measured_seconds += sum([seconds for seconds, _ in steps]) + rest * len(steps)
