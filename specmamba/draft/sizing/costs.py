@@ -1,8 +1,8 @@
 """The time of a step: a draft of some depth, and a verify of some nodes, for any number of requests.
 
 Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all,
-and what keys in front of the roots add. What the host does behind a step is timed while the engine runs. Between measured points times are interpolated
-linearly, first over T, then over R.
+and what keys in front of the roots add. Between measured points times are interpolated linearly, first over T, then
+over R. What the host does behind a step is timed while the engine runs.
 
 While the engine runs, moving ratios of measured over predicted time correct them: one of all steps, which follows the
 speed of the machine, one of each kind of steps, and one of each bucket of R and T. While steps of one kind follow each

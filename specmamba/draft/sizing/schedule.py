@@ -6,8 +6,9 @@ the most is drafted for at depth 1 now and then, at intervals that double, so th
 
 What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
 try loses 0.3 % of the time: the worse an option is thought to be, the seldomer it is tried. With another number of
-requests all options that are not hopeless are looked at soon. Where nothing is drafted, a try goes on while it is seen to pay, until drafts change or do not pay after all; and there is one soon when
-the text begins to repeat itself (``Repeats``).
+requests all options that are not hopeless are looked at soon. Where nothing is drafted, a try goes on while it is seen
+to pay, until drafts change or do not pay after all; and there is one soon when the text begins to repeat itself
+(``Repeats``).
 """
 
 from __future__ import annotations
