@@ -62,7 +62,7 @@ class KeyHeadRun {
     chunk_.advance(runs_.states + runs_.states_of_rows[b_] * runs_.states_slot + h * K * V);
     for (int64_t i = 0; i < size_; ++i) {
       const T* gate = of_token(in_.gate, in_.gate_token, i) + h * V;
-      normalize<true>(chunk_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out(first_ + i, h));
+      normalize<Gate::kSilu>(chunk_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out(first_ + i, h));
     }
   }
 

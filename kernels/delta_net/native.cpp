@@ -63,7 +63,7 @@ class KeyHead {
       row_.keep_update(i, h, tree_.update(pending + i), tree_.decay(pending + i));
       T* out = static_cast<T*>(in_.out) + ((first_ + i) * w_.heads.value_heads + h) * V;
       const T* gate = of_node(in_.gate, in_.gate_token, i) + h * V;
-      normalize<true>(tree_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out);
+      normalize<Gate::kSilu>(tree_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out);
     }
   }
 

@@ -60,6 +60,8 @@ def _marshal_weights(w: Weights) -> Any:
     """
     of_head = w.negative_a, w.dt_bias, w.norm
     laid_out = w.conv.t(), *of_head
+    if w.dt_bias.dim() != 1 or w.lower_bound is not None or w.has_sigmoid_gate:
+        return None
     if not all(x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in laid_out):
         return None
     heads = _heads(w)

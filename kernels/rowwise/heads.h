@@ -17,14 +17,17 @@ inline float sum_of_squares(const T* x, int64_t size) {
   return sum(total);
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, and then * silu(gate).
-template <bool Gated, typename X, typename Y>
+enum class Gate { kNone, kSilu, kSigmoid };
+
+// y = x / sqrt(mean(x^2) + eps) * weight, and then * silu(gate) or * sigmoid(gate).
+template <Gate Kind, typename X, typename Y>
 inline void normalize(const X* x, const Y* gate, const float* weight, int64_t width, float eps, Y* y) {
   const float mean = sum_of_squares(x, width) / static_cast<float>(width);
   const Vector scale = broadcast(1.0f / std::sqrt(mean + eps));
   for_vectors(width, [&](int64_t i, auto lanes) {
     Vector v = load(x + i, lanes) * scale * load(weight + i, lanes);
-    if constexpr (Gated) v = v * silu(load(gate + i, lanes));
+    if constexpr (Kind == Gate::kSilu) v = v * silu(load(gate + i, lanes));
+    if constexpr (Kind == Gate::kSigmoid) v = v * sigmoid(load(gate + i, lanes));
     store(y + i, v, lanes);
   });
 }
