@@ -50,6 +50,8 @@ class Names(NamedTuple):
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
     """Build Kimi-Linear from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
+    if not getattr(config, "mla_use_nope", True):
+        raise UnsupportedModelError("mla_use_nope false is not supported: Kimi-Linear does not rotate")
     return load_with(KimiWeights(config, reader, options))
 
 
@@ -242,9 +244,9 @@ def _refuse_variants(config: Any) -> None:
     c = config
     require_silu(c)
     require_layer_types(c)
-    if set(c.mlp_layer_types) - {DENSE, SPARSE} or len(c.mlp_layer_types) != c.num_hidden_layers:
+    if unknown := set(c.mlp_layer_types) - {DENSE, SPARSE}:
         raise UnsupportedModelError(
-            f"mlp_layer_types must give {DENSE} or {SPARSE} to each of {c.num_hidden_layers} layers"
+            f"mlp_layer_types has {', '.join(sorted(unknown))}: only {DENSE} and {SPARSE} are known"
         )
     if SPARSE in c.mlp_layer_types:
         require_experts(c.num_experts_per_tok, c.num_local_experts)

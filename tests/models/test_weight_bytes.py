@@ -35,6 +35,7 @@ TIED = {
     "bamba": "biased-tied",
     "falcon-h1": "norm-after-gate",
     "granite-hybrid": "no-experts",
+    "kimi-linear": "latent-queries",
     "lfm2": "biased-tied",
     "lfm2-moe": "tied",
     "mamba2": "biased-tied",
