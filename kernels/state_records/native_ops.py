@@ -171,10 +171,16 @@ class Heads(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
+    decay_dim: int = 1  # log decays of a value head; key_dim: one for each key channel
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a layer's state."""
+        return self.value_heads, self.key_dim, self.value_dim
 
     def check(self, conv: Tensor) -> None:
         """Raise ValueError unless the sizes fit each other and a convolution [C, W]."""
-        hk, hv, key_dim, value_dim = self
+        hk, hv, key_dim, value_dim, _ = self
         require(hk > 0 and hv % hk == 0, "value heads are no multiple of key heads")
         channels = 2 * hk * key_dim + hv * value_dim
         require(conv.shape[0] == channels, "the convolution has other channels than the heads")
@@ -236,11 +242,14 @@ def check_places(weights: Any, conv: Tensor, heads: Heads, buffers: Buffers, tre
     if _FITTING.get(buffers) is weights:
         return
     rows, (channels, width) = buffers.k.shape[0], conv.shape
-    require(buffers.states.shape[1:] == (heads.value_heads, *heads[2:]), "the states have another shape")
+    require(buffers.states.shape[1:] == heads.state, "the states have another shape")
     require(buffers.conv_inputs.shape == (rows, width - 1 + capacity, channels), "conv_inputs have another shape")
     require(buffers.k.shape[2:] == (heads.key_heads, heads.key_dim), "k has another shape")
     require(buffers.u.shape == (rows, capacity, heads.value_heads, heads.value_dim), "u has another shape")
-    require(buffers.decay.shape == (rows, capacity, heads.value_heads), "decay has another shape")
+    of_heads = rows, capacity, heads.value_heads
+    by_channel, is_by_head = (*of_heads, heads.decay_dim), heads.decay_dim == 1
+    is_fitting = buffers.decay.shape == by_channel or (is_by_head and buffers.decay.shape == of_heads)
+    require(is_fitting, "decay has another shape")
     _FITTING[buffers] = weights
 
 
@@ -261,7 +270,7 @@ def extend_states(
         ValueError: states or windows do not fit the ``heads`` and the convolution [C, W], or the slots the batch.
     """
     pool, windows, rows, lengths = state.states, state.windows, state.slots.index, state.lengths
-    require(pool.shape[1:] == (heads.value_heads, *heads[2:]), "the states have another shape")
+    require(pool.shape[1:] == heads.state, "the states have another shape")
     require(windows.shape[1:] == (conv.shape[1] - 1, conv.shape[0]), "the windows have another shape")
     require(rows.shape == lengths.shape == (batch,), "slots and lengths need one entry per row")
     require(rows.dtype is lengths.dtype is torch.int64, "slots and lengths need int64")
