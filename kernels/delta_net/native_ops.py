@@ -27,8 +27,8 @@ def _check_inputs(inputs: Inputs, weights: Weights) -> None:
     heads, width = (*inputs.mixed.shape[:2], weights.num_value_heads), weights.value_dim
     require(inputs.gate.shape == (*heads, width), "the gate has another shape than the values")
     decays = heads if weights.dt_bias.dim() == 1 else (*heads, weights.key_dim)
-    require(inputs.b.shape == heads, "b needs one value per value head")
-    require(inputs.a.shape == decays, "a needs one value per value head, or per key channel of it")
+    are_fitting = inputs.a.shape == decays and inputs.b.shape == heads
+    require(are_fitting, "a and b need one value per value head, or a one per key channel of it")
 
 
 def _marshal_inputs(inputs: Inputs) -> tuple[Any, Tensor, tuple[Tensor, ...]]:
