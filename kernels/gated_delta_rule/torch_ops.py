@@ -196,7 +196,7 @@ def _weigh(
 def _weigh_by_channel(
     qk: Tensor, keys: Tensor, g: Tensor, pending_decay: Tensor, placement: TreePlacement
 ) -> tuple[Tensor, Tensor]:
-    """As ``_weigh``, with g [B, N, H, K] and pending_decay [B, R, H, K], node by node: decays are in sums of products."""
+    """As ``_weigh``, with g [B, N, H, K] and pending_decay [B, R, H, K], node by node: decays are inside products."""
     num_pending, node_offset, ancestors = placement
     num_nodes, of_nodes, sees = g.shape[1], g.flatten(2), ancestors.to(g.dtype)
     path = (sees @ of_nodes).view_as(g)

@@ -40,8 +40,8 @@ def attend_layer(
         metadata: which keys each query sees; what is stored here may be among them. A query that sees none gets 0.
 
     Returns:
-        [B, N, Hq D], or Hq V, in projected's dtype; zeros for rows of padding in the Triton form, and behind the last query where
-        projections are packed.
+        [B, N, Hq D], or Hq V, in projected's dtype; zeros for rows of padding in the Triton form, and behind the last
+        query where projections are packed.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head, or the

@@ -42,7 +42,7 @@ class Names(NamedTuple):
 
     embedding: str = "model.embed_tokens.weight"
     mixer: str = "self_attn."
-    attention_out: str = "o_proj"
+    out: str = "o_proj"  # of a mixer
     experts: str = "block_sparse_moe."
     router_bias: str = "gate.e_score_correction_bias"
     of_expert: tuple[str, str, str] = ("w1", "w3", "w2")  # gate, up, down
@@ -137,11 +137,11 @@ class KimiWeights(Weights):
 
     def delta_attention(self, prefix: str, state_layer: int) -> KimiDeltaAttention:
         """The recurrent layer; decays and gates go through few channels, the size of a head."""
-        c, s = self.config, self.state_shape
+        s = self.state_shape
         inner, rank = s.num_value_heads * s.value_dim, s.key_dim
         names = "f_a_proj", "g_a_proj"
         expand = tuple(self.take_linear(f"{prefix}{name}", inner, rank) for name in ("f_b_proj", "g_b_proj"))
-        return self.delta_layer(prefix, state_layer, names, (rank, rank), (expand[0], expand[1]), c.rms_norm_eps)
+        return self.delta_layer(prefix, state_layer, names, (rank, rank), (expand[0], expand[1]))
 
     def delta_layer(
         self,
@@ -150,7 +150,6 @@ class KimiWeights(Weights):
         names: tuple[str, str],
         widths: tuple[int, int],
         expand: tuple[Linear, Linear] | None,
-        norm_eps: float,
     ) -> KimiDeltaAttention:
         """Make a recurrent layer; ``names``, ``widths``: of the projections of decays and gates, see the layer."""
         hidden, s = self.config.hidden_size, self.state_shape
@@ -160,7 +159,7 @@ class KimiWeights(Weights):
             negative_a=-self._per_head(f"{prefix}A_log").exp(),
             dt_bias=self.take(f"{prefix}dt_bias", inner, dtype=torch.float32).view(s.decay_shape),
             norm=self.take(f"{prefix}o_norm.weight", s.value_dim, dtype=torch.float32),
-            norm_eps=norm_eps,
+            norm_eps=self.config.rms_norm_eps,
             num_key_heads=s.num_key_heads,
             key_dim=s.key_dim,
             lower_bound=self.lower_bound,
@@ -171,8 +170,13 @@ class KimiWeights(Weights):
             self.take_matrix(f"{prefix}{name}.weight", width, hidden) for name, width in zip(names, widths, strict=True)
         ]
         beta = self.take_matrix(f"{prefix}b_proj.weight", s.num_value_heads, hidden)
-        out = self.take_linear(f"{prefix}o_proj", hidden, inner)
-        project = self.linear(parts, gates=[*of_gates, beta])
+        out = self.take_linear(f"{prefix}{self.names.out}", hidden, inner)
+        are_narrow = expand is not None
+        project = (
+            self.linear(parts, gates=[*of_gates, beta])
+            if are_narrow
+            else self.linear([*parts, *of_gates], gates=[beta])
+        )
         return KimiDeltaAttention(state_layer, s, project, out, weights, widths, expand)
 
     def _per_head(self, name: str) -> Tensor:
@@ -200,7 +204,7 @@ class KimiWeights(Weights):
             self.norm(f"{prefix}kv_a_layernorm.weight", heads.latent_dim, LATENT_NORM_EPS),
             to_latent,
             from_latent,
-            self.take_linear(f"{prefix}{self.names.attention_out}", c.hidden_size, heads.num_heads * heads.value_dim),
+            self.take_linear(f"{prefix}{self.names.out}", c.hidden_size, heads.num_heads * heads.value_dim),
             self.has_rotary,
             self.has_head_gates,
         )

@@ -14,6 +14,7 @@ from specmamba.checkpoints.files import GGUF_FILE
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import ConfigError
 from specmamba.models import (
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite_hybrid,
@@ -42,6 +43,7 @@ class Family:
 
 
 ARCHITECTURES = {
+    "BailingHybridForCausalLM": Family(bailing_hybrid.load, bailing_hybrid.RENAMES),
     "BambaForCausalLM": Family(bamba.load, bamba.RENAMES),
     "FalconH1ForCausalLM": Family(falcon_h1.load, falcon_h1.RENAMES),
     "GraniteMoeHybridForCausalLM": Family(granite_hybrid.load, granite_hybrid.RENAMES),

@@ -7,6 +7,7 @@ which writes the checkpoint and gives the transformers model, float32.
 from types import ModuleType
 
 from tests.families import (
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite_hybrid,
@@ -22,6 +23,7 @@ from tests.families import (
 )
 
 FAMILIES: dict[str, ModuleType] = {
+    "bailing-hybrid": bailing_hybrid,
     "bamba": bamba,
     "falcon-h1": falcon_h1,
     "granite-hybrid": granite_hybrid,

@@ -32,6 +32,7 @@ PACKED = (
     OneDNNWeight,
 )
 TIED = {
+    "bailing-hybrid": "unbounded",
     "bamba": "biased-tied",
     "falcon-h1": "norm-after-gate",
     "granite-hybrid": "no-experts",

@@ -45,7 +45,10 @@ def make_records(
     seed: int,
     has_channels: bool = False,
 ) -> Records:
-    """Plausible pending records, perhaps with a decay for each key channel; all the others hold finite rubbish that overflows if it is exponentiated."""
+    """Plausible pending records; all the others hold finite rubbish that overflows if it is exponentiated.
+
+    ``has_channels``: with a log decay for each key channel.
+    """
     (hk, hv, key_dim, value_dim), gen = heads, torch.Generator().manual_seed(seed)
     k = torch.nn.functional.normalize(torch.randn(batch, capacity, hk, key_dim, generator=gen), dim=-1)
     u = torch.randn(batch, capacity, hv, value_dim, generator=gen)

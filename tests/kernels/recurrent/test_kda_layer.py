@@ -72,7 +72,9 @@ def test_trees(
     Case(heads, nodes, [0, 6, 1, 3, 17], dtype=dtype, bound=bound).check(form)
 
 
-@pairwise(each_dtype, each_bound, pytest.mark.parametrize("heads", HEADS), pytest.mark.parametrize("length", [1, 9, 131]))
+@pairwise(
+    each_dtype, each_bound, pytest.mark.parametrize("heads", HEADS), pytest.mark.parametrize("length", [1, 9, 131])
+)
 def test_runs(
     form: str, length: int, heads: tuple[int, int, int, int], bound: float | None, dtype: torch.dtype
 ) -> None:
