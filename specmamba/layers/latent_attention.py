@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1): one row of the KV pool for a token.
 
-The row is a *latent*, of which keys and values of all heads are linear functions, and behind it a part of the key that
-all heads share. The functions move to the other side of the products (section 2.1.2): queries are taken to the
+The row is a *latent*, of which keys and values of all heads are linear functions, and in front of it a part of the key
+that all heads share. The functions move to the other side of the products (section 2.1.2): queries are taken to the
 latent's space, attention is that of many query heads over one key head, and its outputs are taken back.
 """
 
