@@ -44,8 +44,6 @@ class LingWeights(KimiWeights):
         kind = config.rope_parameters.get("rope_type", "default")
         if kind != "default":  # transformers scales scores too for some of them
             raise UnsupportedModelError(f"rope type {kind!r} is not supported for Ling: only default is")
-        if config.qk_rope_head_dim % 2:
-            raise UnsupportedModelError(f"qk_rope_head_dim {config.qk_rope_head_dim} is odd, and cannot rotate")
         super().__init__(config, reader, options)
         self.lower_bound = config.kda_lower_bound if config.kda_safe_gate else None
 

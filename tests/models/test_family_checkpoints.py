@@ -87,7 +87,6 @@ def logits_of(folder: Path) -> torch.Tensor:
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
             "rope type 'yarn' is not supported for Ling: only default is",
         ),
-        ("bailing-hybrid", {"qk_rope_head_dim": 5}, "qk_rope_head_dim 5 is odd, and cannot rotate"),
         ("kimi-linear", {"num_experts_per_token": 7}, "a token cannot go to 7 of 6 experts"),
         ("kimi-linear", {"num_key_value_heads": 1}, "latent attention has no groups"),
         ("kimi-linear", {"attention_bias": True}, "attention_bias true is not supported with latent attention"),
