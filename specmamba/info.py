@@ -12,7 +12,8 @@ from specmamba.measure.report import JsonOption
 PROG = "specmamba info"
 Info = Mapping[str, Any]
 NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba2", "mixture_of_experts": "mixture of experts"}
-NAMES |= {"short_convolution": "short convolution", "mlp": "MLP"}
+NAMES |= {"short_convolution": "short convolution", "mlp": "MLP", "latent_attention": "latent attention"}
+NAMES |= {"kimi_delta_attention": "Kimi delta attention"}
 
 
 class InfoConfig(JsonOption):

@@ -30,7 +30,7 @@ from specmamba.measure.report import JsonFile, machine, progress_bar, split_numb
 
 PROG = "python -m specmamba.bench.families"
 NAMES = (
-    *("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid"),
+    *("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"),
     *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "mamba2"),
 )
 NUM_NODES = 4

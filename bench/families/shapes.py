@@ -51,6 +51,21 @@ OLMO_HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 192,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
+KIMI_LINEAR: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 20,
+    "layer_types": THREE_TO_ONE * 5,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 19,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "linear_num_heads": 8,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+}
 BAMBA: dict[str, Any] = {
     **LONG,
     "hidden_size": 1024,
@@ -137,6 +152,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN | QWEN_EXPERTS | {"intermediate_size": 3584}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN | QWEN_EXPERTS),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM", KIMI_LINEAR),
     "bamba": ("BambaConfig", "BambaForCausalLM", BAMBA),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),

@@ -3,14 +3,14 @@
 
 #include "causal_conv1d/run.h"
 #include "delta_net/layer.h"
+#include "gated_delta_rule/channel_chunk.h"
 #include "gated_delta_rule/chunk.h"
 #include "parallel.h"
-#include "rowwise/heads.h"
 
 namespace specmamba::delta_net {
 
-// All work of one key head of one run. T is the type of activations.
-template <typename T>
+// All work of one key head of one run. T is the type of activations, Chunk that of the head's decays.
+template <typename T, typename Chunk>
 class KeyHeadRun {
  public:
   KeyHeadRun(const Inputs& inputs, const Weights& weights, const Runs& runs, int64_t b, int64_t h)
@@ -55,14 +55,14 @@ class KeyHeadRun {
     const int64_t channel = 2 * w_.heads.key_heads * K + h * V;
     for (int64_t i = 0; i < size_; ++i) {
       convolved_.mix(i, channel, V, chunk_.value(i));
-      chunk_.log_decay(i) = log_decay_of(to_float(of_token(in_.a, in_.a_token, i)[h]), w_.negative_a[h], w_.dt_bias[h]);
+      w_.put_log_decays(of_token(in_.a, in_.a_token, i) + h * w_.heads.decay_dim, h, chunk_.log_decays(i));
       const float b = to_float(of_token(in_.b, in_.b_token, i)[h]);
       chunk_.beta(i) = step_size_of(b, static_cast<float>(w_.step_scale));
     }
     chunk_.advance(runs_.states + runs_.states_of_rows[b_] * runs_.states_slot + h * K * V);
     for (int64_t i = 0; i < size_; ++i) {
       const T* gate = of_token(in_.gate, in_.gate_token, i) + h * V;
-      normalize<true>(chunk_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out(first_ + i, h));
+      w_.norm_and_gate(chunk_.output(i), gate, out(first_ + i, h));
     }
   }
 
@@ -73,8 +73,8 @@ class KeyHeadRun {
     return static_cast<T*>(in_.out) + ((b_ * runs_.tokens + token) * w_.heads.value_heads + h) * V;
   }
 
-  static DeltaChunk& chunk() {
-    thread_local DeltaChunk of_thread;
+  static Chunk& chunk() {
+    thread_local Chunk of_thread;
     return of_thread;
   }
 
@@ -84,16 +84,22 @@ class KeyHeadRun {
   const int64_t b_, key_head_, K, V;
   int64_t first_, size_;  // of the chunk
   ConvolvedRun<T> convolved_;
-  DeltaChunk& chunk_ = chunk();
+  Chunk& chunk_ = chunk();
 };
+
+template <typename T, typename Chunk>
+void extend_runs(const Inputs& inputs, const Weights& weights, const Runs& runs, int num_threads) {
+  for_heads(runs.batch, weights.heads.key_heads, num_threads,
+            [&](int64_t b, int64_t h) { KeyHeadRun<T, Chunk>(inputs, weights, runs, b, h).run(); });
+  // all heads read the window before it moves
+  for (int64_t b = 0; b < runs.batch; ++b)
+    KeyHeadRun<T, Chunk>::convolved_run(inputs, weights, runs, b).move_window(runs.lengths[b]);
+}
 
 template <typename T>
 void extend(const Inputs& inputs, const Weights& weights, const Runs& runs, int num_threads) {
-  for_heads(runs.batch, weights.heads.key_heads, num_threads,
-            [&](int64_t b, int64_t h) { KeyHeadRun<T>(inputs, weights, runs, b, h).run(); });
-  // all heads read the window before it moves
-  for (int64_t b = 0; b < runs.batch; ++b)
-    KeyHeadRun<T>::convolved_run(inputs, weights, runs, b).move_window(runs.lengths[b]);
+  weights.heads.decay_dim == 1 ? extend_runs<T, HeadChunk>(inputs, weights, runs, num_threads)
+                               : extend_runs<T, ChannelChunk>(inputs, weights, runs, num_threads);
 }
 
 }  // namespace specmamba::delta_net

@@ -2,10 +2,10 @@
 // specifies it.
 #include "delta_net/extend.h"
 #include "delta_net/layer.h"
+#include "gated_delta_rule/channel_tree.h"
 #include "gated_delta_rule/tree.h"
 #include "parallel.h"
 #include "replayable.h"
-#include "rowwise/heads.h"
 #include "state_records/row.h"
 
 namespace {
@@ -13,8 +13,8 @@ namespace {
 using namespace specmamba;
 using namespace specmamba::delta_net;
 
-// All work of one key head of one row. T is the type of activations.
-template <typename T>
+// All work of one key head of one row. T is the type of activations, Tree that of the head's decays.
+template <typename T, typename Tree>
 class KeyHead {
  public:
   KeyHead(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int64_t b,
@@ -50,20 +50,20 @@ class KeyHead {
     const int64_t channel = 2 * w_.heads.key_heads * K + h * V, pending = row_.pending();
     for (int64_t j = 0; j < pending; ++j) {
       std::copy_n(row_.update(j, h), V, tree_.update(j));
-      tree_.decay(j) = row_.decay(j, h);
+      std::copy_n(row_.decays(j, h), w_.heads.decay_dim, tree_.decays(j));
     }
     for (int64_t i = 0; i < N; ++i) {
       mix(i, channel, V, tree_.value(i));
-      const float a = to_float(of_node(in_.a, in_.a_token, i)[h]), b = to_float(of_node(in_.b, in_.b_token, i)[h]);
-      tree_.log_decay(i) = log_decay_of(a, w_.negative_a[h], w_.dt_bias[h]);
+      const float b = to_float(of_node(in_.b, in_.b_token, i)[h]);
+      w_.put_log_decays(of_node(in_.a, in_.a_token, i) + h * w_.heads.decay_dim, h, tree_.log_decays(i));
       tree_.beta(i) = step_size_of(b, static_cast<float>(w_.step_scale));
     }
     tree_.verify({row_.state(h), K, V});
     for (int64_t i = 0; i < N; ++i) {
-      row_.keep_update(i, h, tree_.update(pending + i), tree_.decay(pending + i));
+      row_.keep_update(i, h, tree_.update(pending + i), tree_.decays(pending + i));
       T* out = static_cast<T*>(in_.out) + ((first_ + i) * w_.heads.value_heads + h) * V;
       const T* gate = of_node(in_.gate, in_.gate_token, i) + h * V;
-      normalize<true>(tree_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out);
+      w_.norm_and_gate(tree_.output(i), gate, out);
     }
   }
 
@@ -76,8 +76,8 @@ class KeyHead {
     return static_cast<const T*>(tensor) + (first_ + node) * distance;
   }
 
-  static HeadTree& tree() {
-    thread_local HeadTree of_thread;
+  static Tree& tree() {
+    thread_local Tree of_thread;
     return of_thread;
   }
   static Row<T>& row() {
@@ -88,18 +88,24 @@ class KeyHead {
   const Inputs& in_;
   const Weights& w_;
   const int64_t first_, key_head_, N, K, V;
-  HeadTree& tree_ = tree();
+  Tree& tree_ = tree();
   Row<T>& row_ = row();
 };
 
-template <typename T>
-void run(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int num_threads) {
+template <typename T, typename Tree>
+void run_trees(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int num_threads) {
   for_heads(trees.batch, weights.heads.key_heads, num_threads,
             [&](int64_t b, int64_t h) {
-              if (trees.count(b) > 0) KeyHead<T>(inputs, weights, buffers, trees, b, h).run();
+              if (trees.count(b) > 0) KeyHead<T, Tree>(inputs, weights, buffers, trees, b, h).run();
             });
   const int64_t size = weights.heads.value_heads * weights.heads.value_dim, last = trees.num_packed();
   std::fill_n(static_cast<T*>(inputs.out) + last * size, (trees.tokens - last) * size, T{});
+}
+
+template <typename T>
+void run(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int num_threads) {
+  weights.heads.decay_dim == 1 ? run_trees<T, HeadTree>(inputs, weights, buffers, trees, num_threads)
+                               : run_trees<T, ChannelTree>(inputs, weights, buffers, trees, num_threads);
 }
 
 }  // namespace

@@ -18,22 +18,24 @@ _Inputs = struct("Inputs", ["mixed", "gate", "b", "a", "out"], ["mixed_token", "
 _Weights = struct(
     "Weights",
     ["conv", "negative_a", "dt_bias", "norm"],
-    ["width", *Heads._fields],
-    ["norm_eps", "unit_eps", "step_scale"],
+    ["width", *Heads._fields, "has_sigmoid_gate", "has_bound"],
+    ["norm_eps", "unit_eps", "step_scale", "bound"],
 )
 
 
 def _check_inputs(inputs: Inputs, weights: Weights) -> None:
     heads, width = (*inputs.mixed.shape[:2], weights.num_value_heads), weights.value_dim
     require(inputs.gate.shape == (*heads, width), "the gate has another shape than the values")
-    require(inputs.a.shape == inputs.b.shape == heads, "a and b need one value per value head")
+    decays = heads if weights.dt_bias.dim() == 1 else (*heads, weights.key_dim)
+    are_fitting = inputs.a.shape == decays and inputs.b.shape == heads
+    require(are_fitting, "a and b need one value per value head, or a one per key channel of it")
 
 
 def _marshal_inputs(inputs: Inputs) -> tuple[Any, Tensor, tuple[Tensor, ...]]:
     """The native structure, the tensor that it has outputs written to, and the tensors that it reads."""
     out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype)
     (mixed, of_mixed), (gate, of_gate) = tokens_of(inputs.mixed, 1), tokens_of(inputs.gate, 2)
-    (b, of_b), (a, of_a) = tokens_of(inputs.b, 1), tokens_of(inputs.a, 1)
+    (b, of_b), (a, of_a) = tokens_of(inputs.b, 1), tokens_of(inputs.a, inputs.a.dim() - 2)
     pointers = (x.data_ptr() for x in (mixed, gate, b, a, out))
     return _Inputs(*pointers, of_mixed, of_gate, of_b, of_a), out, (mixed, gate, b, a)
 
@@ -49,7 +51,8 @@ def _are_alike(inputs: Inputs, kept: Tensor) -> bool:
 
 
 def _heads(w: Weights) -> Heads:
-    return Heads(w.num_key_heads, w.num_value_heads, w.key_dim, w.value_dim)
+    decay_dim = 1 if w.dt_bias.dim() == 1 else w.key_dim
+    return Heads(w.num_key_heads, w.num_value_heads, w.key_dim, w.value_dim, decay_dim)
 
 
 def _marshal_weights(w: Weights) -> Any:
@@ -64,10 +67,18 @@ def _marshal_weights(w: Weights) -> Any:
         return None
     heads = _heads(w)
     heads.check(w.conv)
-    require(w.negative_a.shape == w.dt_bias.shape == (heads.value_heads,), "decays have another shape")
+    of_heads = (heads.value_heads,)
+    require(w.negative_a.shape == of_heads, "decays have another shape")
+    require(w.dt_bias.shape in (of_heads, (*of_heads, heads.key_dim)), "decays have another shape")
+    if w.lower_bound is not None and heads.decay_dim == 1:
+        return None
     require(w.norm.shape == (heads.value_dim,), "the norm has another shape")
     pointers = (x.data_ptr() for x in (w.conv, *of_head))
-    return _Weights(*pointers, w.conv.shape[1], *heads, w.norm_eps, L2_EPS, w.step_scale)
+    return _Weights(
+        *pointers,
+        *(w.conv.shape[1], *heads, w.has_sigmoid_gate, w.lower_bound is not None),
+        *(w.norm_eps, L2_EPS, w.step_scale, w.lower_bound or 0.0),
+    )
 
 
 LAYER = NativeLayer(

@@ -17,7 +17,7 @@ class Inputs:
     mixed: Tensor  # [B, L, C], before the convolution
     gate: Tensor  # [B, L, Hv, V]
     b: Tensor  # [B, L, Hv]: beta before its sigmoid
-    a: Tensor  # [B, L, Hv]: decay before its softplus
+    a: Tensor  # [B, L, Hv]: decay before its softplus; [B, L, Hv, K]: one for each key channel
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,14 @@ class Weights:
 
     conv: Tensor  # [C, W] float32, stored by tap
     negative_a: Tensor  # [Hv] float32, -e^(A_log)
-    dt_bias: Tensor  # [Hv] float32
+    dt_bias: Tensor  # [Hv] or, where a is, by key channel [Hv, K] float32
     norm: Tensor  # [V] float32
     norm_eps: float
     num_key_heads: int
     key_dim: int
     step_scale: float = 1.0  # of beta: with 2 a step may turn the state's part along a key around (arXiv 2411.12537)
+    lower_bound: float | None = None  # of log decays, see ``rowwise.delta_inputs``
+    has_sigmoid_gate: bool = False  # the output is multiplied by sigmoid(gate) in place of silu(gate)
 
     @property
     def num_value_heads(self) -> int:

@@ -33,7 +33,7 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     records = buffers.k[rows], buffers.u[rows], buffers.decay[rows]
     out = delta.tree_verify(q, k, v, g, beta, buffers.states[trees.slots], records, trees.placement)
     write_nodes((buffers.k, buffers.u, buffers.decay), records, rows, trees.node_offset, nodes)
-    return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)
+    return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps, w.has_sigmoid_gate)
 
 
 def extend(inputs: Inputs, weights: Weights, state: ExtendOperands) -> Tensor:
@@ -45,13 +45,13 @@ def extend(inputs: Inputs, weights: Weights, state: ExtendOperands) -> Tensor:
     mixed, windows = conv.extend(inputs.mixed, state.windows[slots], w.conv, state.lengths)
     out, after = delta.extend(*_tokens(mixed, inputs, w), state.states[slots], state.lengths)
     state.windows[slots], state.states[slots] = windows, after
-    return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)
+    return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps, w.has_sigmoid_gate)
 
 
 def _tokens(mixed: Tensor, inputs: Inputs, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta of the gated delta rule, from convolved inputs [B, N, C]."""
     w = weights
-    heads = w.num_key_heads, w.key_dim, w.step_scale
+    heads = w.num_key_heads, w.key_dim, w.step_scale, w.lower_bound
     q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, *heads)
     v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
     return q, k, v, g, beta

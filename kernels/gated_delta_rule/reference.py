@@ -2,7 +2,10 @@
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T        u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)        o_t = S_t^T q_t
 
-Source: Gated DeltaNet (arXiv 2412.06464), section 3.1. See README.md for the tree form and the records.
+where g_t is a number, or a vector with a log decay for each key channel, that is, for each row of S.
+
+Sources: Gated DeltaNet (arXiv 2412.06464), section 3.1; Kimi Delta Attention (arXiv 2510.26692), section 3. See
+README.md for the tree form and the records.
 
 Shapes: B batch, L padded tokens, N tree nodes, R record capacity, Hk key heads, Hv value heads (a multiple of Hk;
 value head h reads key head h // (Hv // Hk)), K and V head widths. Every function keeps the dtype of its inputs,
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.state_records.operands import Records, TreePlacement
-from specmamba.kernels.state_records.reference import finite, finite_or_nan, fold, parent_of
+from specmamba.kernels.state_records.reference import decayed, finite, finite_or_nan, fold, parent_of
 
 
 def extend(
@@ -22,7 +25,8 @@ def extend(
     """Run ``lengths[b]`` known tokens of every row through the recurrence.
 
     q, k [B, L, Hk, K] (k l2-normalised; q l2-normalised and scaled by K**-0.5), v [B, L, Hv, V],
-    g [B, L, Hv] log decay <= 0, beta [B, L, Hv], state [B, Hv, K, V], lengths [B] int64 (0 is allowed).
+    g [B, L, Hv] or [B, L, Hv, K] log decay <= 0, beta [B, L, Hv], state [B, Hv, K, V], lengths [B] int64 (0 is
+    allowed).
 
     Returns out [B, L, Hv, V] and new_state [B, Hv, K, V], a new tensor. Outputs at and beyond ``lengths[b]`` are
     unspecified; here they are NaN, so that tests detect a read of them. No input is written.
@@ -46,8 +50,9 @@ def tree_verify(
 ) -> Tensor:
     """Outputs of all tree nodes; writes the nodes' records in place, never the checkpoint.
 
-    q, k [B, N, Hk, K], v [B, N, Hv, V], g, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint, records k
-    [B, R, Hk, K], u [B, R, Hv, V] and decay [B, R, Hv], placement num_pending, node_offset and ancestors.
+    q, k [B, N, Hk, K], v [B, N, Hv, V], g as in ``extend``, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint,
+    records k [B, R, Hk, K], u [B, R, Hv, V] and decay [B, R, Hv] or [B, R, Hv, K], placement num_pending, node_offset
+    and ancestors.
 
     The path of a node is: checkpoint, the first num_pending[b] records, then the node's ancestors from the root.
     A node without a strict ancestor (the root, a padding node) follows the pending records directly. Records
@@ -84,9 +89,9 @@ def tree_verify_snapshots(
 ) -> Tensor:
     """Outputs of all tree nodes by the recurrence itself; writes the state after every node.
 
-    q, k [B, N, Hk, K], v [B, N, Hv, V], g, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint, not written,
-    snapshots [B, N, Hv, K, V] written whole, parents [B, N] int64 in topological order (None: chains). A node reads
-    the snapshot of its parent; one with parent -1 (the root, a padding node) reads ``state``.
+    q, k [B, N, Hk, K], v [B, N, Hv, V], g as in ``extend``, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint, not
+    written, snapshots [B, N, Hv, K, V] written whole, parents [B, N] int64 in topological order (None: chains). A node
+    reads the snapshot of its parent; one with parent -1 (the root, a padding node) reads ``state``.
 
     Returns out [B, N, Hv, V].
     """
@@ -105,7 +110,7 @@ def tree_verify_snapshots(
 
 
 def _step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of one head: state [K, V], k [K], v [V], scalars g and beta -> (next state [K, V], u [V])."""
-    decayed = torch.exp(g) * state
-    u = beta * (v - decayed.T @ k)
-    return decayed + torch.outer(k, u), u
+    """One token of one head: state [K, V], k [K], v [V], g and beta -> (next state [K, V], u [V])."""
+    left = decayed(state, g)
+    u = beta * (v - left.T @ k)
+    return left + torch.outer(k, u), u

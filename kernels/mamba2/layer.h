@@ -63,9 +63,9 @@ void norm_part(const Inputs& in, const Weights& w, int64_t token, int64_t part) 
   const T* gate = static_cast<const T*>(in.gate) + token * in.gate_token + channel;
   T* out = static_cast<T*>(in.out) + at;
   if (w.norm_before_gate)
-    normalize<true>(in.before_norm + at, gate, w.norm + channel, width, eps, out);
+    normalize<Gate::kSilu>(in.before_norm + at, gate, w.norm + channel, width, eps, out);
   else
-    normalize<false>(in.before_norm + at, gate, w.norm + channel, width, eps, out);
+    normalize<Gate::kNone>(in.before_norm + at, gate, w.norm + channel, width, eps, out);
 }
 
 // Calls body(token, part) for all parts that are normed.

@@ -50,12 +50,12 @@ using Query = std::conditional_t<std::is_same_v<T, Stored>, T, float>;
 
 // Everything of one attention. Distances are in elements; what is not named is contiguous.
 struct Attend {
-  const void *q, *k, *v;  // [B, N, Hq, D] and pools [T, Hkv, D]
-  const void* gate;       // [B * N, Hq, D], gate_query from query to query; or null: the sums as they are
-  void* out;              // [B, N, Hq, D]
+  const void *q, *k, *v;  // [B, N, Hq, D] and pools [T, Hkv, D] and [T, Hkv, V]
+  const void* gate;       // [B * N, Hq, V], gate_query from query to query; or null: the sums as they are
+  void* out;              // [B, N, Hq, V]
   VisibleKeys visible;
   const int64_t *firsts, *counts;  // [B], of packed queries; or null: N each, row after row
-  int64_t batch, queries, query_heads, key_heads, width, k_row, v_row, gate_query;
+  int64_t batch, queries, query_heads, key_heads, width, value_width, k_row, v_row, gate_query;
   double scale;
   Scales scales;  // of pools that hold codes
 
@@ -121,7 +121,7 @@ class Task {
     for (int64_t r = 0; r < rows_; ++r) softmax(r);
     const int64_t passes = (rows_ + kSumRows - 1) / kSumRows, step = (rows_ + passes - 1) / passes;
     for (int64_t r = 0; r < rows_; r += step)
-      for (int64_t column = 0; column < p_.width; column += kSumVectors * kLanes)
+      for (int64_t column = 0; column < p_.value_width; column += kSumVectors * kLanes)
         sums_of(std::make_integer_sequence<int, kSumRows>{}, *this, std::min(step, rows_ - r), r, column);
   }
 
@@ -158,7 +158,7 @@ class Task {
     for (int64_t j = 0; j < count_; ++j) {
       const int64_t row = visible.slot(b_, s_.seen[j]);
       s_.keys[j] = static_cast<const Stored*>(p_.k) + row * p_.k_row + head_ * p_.width;
-      s_.values[j] = static_cast<const Stored*>(p_.v) + row * p_.v_row + head_ * p_.width;
+      s_.values[j] = static_cast<const Stored*>(p_.v) + row * p_.v_row + head_ * p_.value_width;
     }
     if constexpr (kIsCoded) find_scales();
     for (int64_t j = count_; j < count_ + kTile && count_ > 0; ++j) s_.keys[j] = s_.keys[count_ - 1];
@@ -236,7 +236,7 @@ class Task {
   template <int Rows>
   static void sums(Task& t, int64_t r, int64_t column) {
     const Attend& p = t.p_;
-    const int64_t size = std::min(p.width - column, kSumVectors * kLanes);
+    const int64_t size = std::min(p.value_width - column, kSumVectors * kLanes);
     Vector sum_of[Rows][kSumVectors];
     for (auto& of_row : sum_of)
       for (auto& s : of_row) s = zero();
@@ -255,8 +255,8 @@ class Task {
         for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) { add(j, d, lanes); });
     }
     for (int i = 0; i < Rows; ++i) {
-      const int64_t token = p.token(t.b_, t.query(r + i)), at = t.query_head(r + i) * p.width + column;
-      T* out = static_cast<T*>(p.out) + token * p.query_heads * p.width + at;
+      const int64_t token = p.token(t.b_, t.query(r + i)), at = t.query_head(r + i) * p.value_width + column;
+      T* out = static_cast<T*>(p.out) + token * p.query_heads * p.value_width + at;
       const Vector total = broadcast(t.s_.totals[r + i]);
       const auto mean = [&](int64_t d) __attribute__((always_inline)) {
         return sum_of[i][d / kLanes] / total;

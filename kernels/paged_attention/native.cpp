@@ -15,11 +15,13 @@ using namespace specmamba;
 // What stays from call to call.
 struct Config {
   const float* norm;  // [Hq + Hkv, D], or null: queries and keys are not normalised
-  int64_t query_heads, key_heads, width, has_gate;
+  int64_t query_heads, key_heads, width, value_width, has_gate;
+  int64_t is_latent;  // values are the last value_width numbers of keys, which are one head
   double scale, eps;
 };
 
-// Of one call. The projections of a token are queries, keys, values and, where there is a gate, gates.
+// Of one call. The projections of a token are queries, keys, values that are no part of keys and, where there is a gate,
+// gates.
 struct Layer {
   const void *projected, *cos, *sin;  // [B * N, (Hq + 2 Hkv [+ Hq]) D]; cos, sin [B * N, R], R = 0: nothing turns
   const int64_t* write_slots;
@@ -38,7 +40,7 @@ enum Codes : int64_t { kNumbers, kInt8, kFloat8 };
 template <typename T>
 void prepare(const Config& config, const Layer& p, int64_t token, const T* x, const float* norm, T* y) {
   if (norm != nullptr)
-    normalize<false>(x, static_cast<const T*>(nullptr), norm, config.width, static_cast<float>(config.eps), y);
+    normalize<Gate::kNone>(x, static_cast<const T*>(nullptr), norm, config.width, static_cast<float>(config.eps), y);
   else
     std::copy_n(x, config.width, y);
   const int64_t at = token * p.rotated;
@@ -73,7 +75,8 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
   static thread_local std::vector<T> scratch;
   const int64_t width = config.width, tokens = p.tokens;
   const int64_t q_size = config.query_heads * width, k_size = config.key_heads * width, qk_size = q_size + k_size;
-  const int64_t size = qk_size + k_size + (config.has_gate ? q_size : 0);
+  const int64_t out_size = config.query_heads * config.value_width, v_size = config.is_latent ? 0 : k_size;
+  const int64_t size = qk_size + v_size + (config.has_gate ? out_size : 0);
   scratch.resize(tokens * qk_size);
   T *queries = scratch.data(), *keys = queries + tokens * q_size;
   const T* projected = static_cast<const T*>(p.projected);
@@ -94,14 +97,15 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
       prepare_heads(q_size, qk_size, keys + t * k_size);
       const int64_t slot = p.write_slots[place];
       store_heads(keys + t * k_size, config, static_cast<Stored*>(p.k) + slot * p.k_row, p.k_scales + slot * p.k_scales_row);
-      store_heads(x + qk_size, config, static_cast<Stored*>(p.v) + slot * p.v_row, p.v_scales + slot * p.v_scales_row);
+      if (!config.is_latent)
+        store_heads(x + qk_size, config, static_cast<Stored*>(p.v) + slot * p.v_row, p.v_scales + slot * p.v_scales_row);
     }
   });
-  const T* gate = config.has_gate ? projected + qk_size + k_size : nullptr;
-  std::fill_n(static_cast<T*>(p.out) + real * q_size, (tokens - real) * q_size, T{});
+  const T* gate = config.has_gate ? projected + qk_size + v_size : nullptr;
+  std::fill_n(static_cast<T*>(p.out) + real * out_size, (tokens - real) * out_size, T{});
   const auto* read = read_as<Query<T, Stored>>(queries, real * q_size);
   const Attend a{read, p.k, p.v, gate, p.out, p.visible, p.firsts, p.counts,
-                 p.batch, p.queries, config.query_heads, config.key_heads, width, p.k_row, p.v_row, size,
+                 p.batch, p.queries, config.query_heads, config.key_heads, width, config.value_width, p.k_row, p.v_row, size,
                  config.scale, p.scales()};
   if (p.queries > kManyQueries && p.visible.roots == nullptr)
     attend_run<T, Stored>(a, num_threads);

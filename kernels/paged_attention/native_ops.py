@@ -18,7 +18,9 @@ from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, 
 SOURCE = Path(__file__).parent / "native.cpp"
 MAX_QUERIES = 64  # of a draft tree; runs without a tree may have any number
 
-_Config = struct("Config", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
+_Config = struct(
+    "Config", ["norm"], ["query_heads", "key_heads", "width", "value_width", "has_gate", "is_latent"], ["scale", "eps"]
+)
 _VISIBLE = ["table", "rows", "last", "roots", "seen"]
 _STRIDES = ["last_batch", "last_query", "seen_batch", "seen_query"]
 _VISIBLE_SIZES = ["table_row", "num_keys", "first", "sees_all", "entries", *_STRIDES]
@@ -85,7 +87,7 @@ def attend_layer(
     of_packing = _packing(metadata)
     scales, sizes_of_codes = _PLAIN if kv.k_scales is None else _scales(kv)
     projected, write_slots = projected.contiguous(), kv.write_slots.contiguous()
-    out = torch.empty(*projected.shape[:2], config.num_query_heads * config.head_dim, dtype=projected.dtype)
+    out = torch.empty(*projected.shape[:2], config.num_query_heads * config.value_dim, dtype=projected.dtype)
     layer = _Layer(
         projected.data_ptr(),
         None if cos is None else cos.data_ptr(),
@@ -109,12 +111,16 @@ def _marshal(config: AttentionConfig) -> Any:
     """
     heads, width, norm = (config.num_query_heads, config.num_key_heads), config.head_dim, config.norm
     require(heads[1] > 0 and heads[0] % heads[1] == 0, "query heads and key heads do not fit each other")
+    is_latent = config.latent_dim is not None
+    require(not is_latent or (heads[1] == 1 and config.value_dim <= width), "a latent is a part of one head of keys")
     if norm is not None:
         require(norm.shape == (sum(heads), width), "the norm has another shape than the heads")
         is_read = norm.dtype is torch.float32 and norm.is_cpu and norm.is_contiguous()
         require(is_read, "the norm's dtype, device or layout is none that native code reads")
     return _Config(
-        None if norm is None else norm.data_ptr(), *heads, width, config.has_gate, config.scale, config.norm_eps
+        None if norm is None else norm.data_ptr(),
+        *(*heads, width, config.value_dim, config.has_gate, config.latent_dim is not None),
+        *(config.scale, config.norm_eps),
     )
 
 
@@ -151,7 +157,9 @@ def _check_layer(projected: Tensor, config: AttentionConfig, kv: LayerKV, num_qu
         _are_alike(projected, kv), "projections and pools need one dtype, or pools of codes, and whole rows on the CPU"
     )
     width = projected.shape[2]
-    require(k_pool.shape[1:] == v_pool.shape[1:] == config.key_shape, "keys and values do not fit the heads")
+    value_shape = config.num_key_heads, config.value_dim
+    are_fitting = k_pool.shape[1:] == config.key_shape and v_pool.shape[1:] == value_shape
+    require(are_fitting and len(k_pool) == len(v_pool), "keys and values do not fit the heads")
     require(width == config.projected_width, "the projections have another width")
     is_list = write_slots.shape == (num_queries,) and write_slots.dtype is torch.int64 and write_slots.is_cpu
     require(is_list, "every token needs an int64 slot on the CPU")

@@ -15,7 +15,8 @@ Angles = tuple[Tensor, Tensor]  # cosines and sines by which queries and keys ar
 class LayerKV(NamedTuple):
     """Stored keys and values of one layer, and where those of a forward's tokens are stored.
 
-    Pools have the model's dtype, or hold codes (``codes.py``) and have scales.
+    Pools have the model's dtype, or hold codes (``codes.py``) and have scales. Values of latent attention are a view
+    on their keys, [slots, Hkv, V], with the same scales.
     """
 
     k_pool: Tensor  # [slots, Hkv, D]
@@ -36,12 +37,19 @@ class AttentionConfig:
     norm: Tensor | None = None  # [Hq + Hkv, D] float32: RMS norm of queries and keys
     norm_eps: float = 0.0
     has_gate: bool = False  # the output is multiplied by the sigmoid of a gate
+    latent_dim: int | None = None  # V: values are the last V numbers of their keys (MLA); None: they are projected
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value and of a query head's output."""
+        return self.head_dim if self.latent_dim is None else self.latent_dim
 
     @cached_property
     def projected_width(self) -> int:
-        """Width of a token's projections: queries, keys, values and, with a gate, gates."""
-        num_heads = self.num_query_heads * (2 if self.has_gate else 1) + 2 * self.num_key_heads
-        return num_heads * self.head_dim
+        """Width of a token's projections: queries, keys, values that are no part of keys and, with a gate, gates."""
+        values = self.num_key_heads * self.head_dim if self.latent_dim is None else 0
+        gates = self.num_query_heads * self.value_dim if self.has_gate else 0
+        return (self.num_query_heads + self.num_key_heads) * self.head_dim + values + gates
 
     @cached_property
     def key_shape(self) -> tuple[int, int]:

@@ -19,18 +19,18 @@ def attend(
 ) -> Tensor:
     """Attend from N queries per row to L rows of the key-value pool of one layer.
 
-    q [B, N, Hq, D], k_pool and v_pool [T, Hkv, D] (query head h reads key-value head h // (Hq // Hkv)),
+    q [B, N, Hq, D], k_pool [T, Hkv, D] and v_pool [T, Hkv, V] (query head h reads key-value head h // (Hq // Hkv)),
     kv_indices [B, L] int64 rows of the pool, mask [B, N, L] bool, True where a query sees a key, or None when
     everything is visible. An entry of kv_indices that no query sees may name any row of the pool. A query that sees no
     key gets 0. scale None: D**-0.5.
 
-    Returns out [B, N, Hq, D] in the dtype of q; sums are formed in float32 (float64 for float64 inputs). Raises
+    Returns out [B, N, Hq, V] in the dtype of q; sums are formed in float32 (float64 for float64 inputs). Raises
     IndexError from torch when an entry of kv_indices lies outside the pool.
     """
     batch, nodes, query_heads, width = q.shape
     group, scale = query_heads // k_pool.shape[1], width**-0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q)
+    out = q.new_empty(batch, nodes, query_heads, v_pool.shape[2])
     for b in range(batch):
         for n in range(nodes):
             visible = kv_indices[b] if mask is None else kv_indices[b][mask[b, n]]
@@ -53,12 +53,18 @@ def attend_layer(
     metadata gives ``kv_indices`` and ``mask`` of ``attend``. Normalised and rotated values are rounded to the dtype of
     ``projected``.
 
-    Returns attend(q), with a gate times its sigmoid, [B, N, Hq D].
+    In latent attention ``projected`` has no values: a value is the last ``latent_dim`` numbers of its key, as the pools
+    have it.
+
+    Returns attend(q), with a gate times its sigmoid, [B, N, Hq D], or Hq V.
     """
     batch, nodes, _ = projected.shape
-    heads = projected.view(batch, nodes, -1, config.head_dim)
     query_heads, num_qk = config.num_query_heads, config.num_query_heads + config.num_key_heads
-    qk, v, gate = heads[:, :, :num_qk], heads[:, :, num_qk : num_qk + config.num_key_heads], heads[:, :, -query_heads:]
+    kv_dim = 0 if config.latent_dim is not None else config.num_key_heads * config.head_dim
+    sizes = [num_qk * config.head_dim, kv_dim, query_heads * config.value_dim if config.has_gate else 0]
+    qk, v, gate = projected.split(sizes, -1)
+    qk, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (qk, v))
+    gate = gate.unflatten(-1, (-1, config.value_dim))
     if config.norm is not None:
         qk = rowwise.rms_norm(qk, config.norm, config.norm_eps)
     if angles is not None:
@@ -67,7 +73,8 @@ def attend_layer(
         for n in range(nodes):
             slot = kv.write_slots[b * nodes + n]
             store(qk[b, n, query_heads:], kv.k_pool, kv.k_scales, slot)
-            store(v[b, n], kv.v_pool, kv.v_scales, slot)
+            if config.latent_dim is None:
+                store(v[b, n], kv.v_pool, kv.v_scales, slot)
     pools = (kv.k_pool, kv.k_scales), (kv.v_pool, kv.v_scales)
     k_pool, v_pool = (pool if scales is None else dequantize(pool, scales) for pool, scales in pools)
     out = attend(qk[:, :, :query_heads], k_pool, v_pool, metadata.indices, metadata.mask, config.scale)

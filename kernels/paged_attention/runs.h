@@ -19,12 +19,12 @@ constexpr int64_t kQueryRows = 96;     // of one key head in a task: query heads
 constexpr int64_t kManyQueries = 64;   // with more than these in a row, and no tree, products of blocks are faster
 
 // Keys [begin, begin + count) of one row of the batch and all its heads, widened: of each head and block, keys by
-// columns [D, kKeyBlock] and values [kKeyBlock, D]; of codes also the scales of keys and of values, [kKeyBlock] each.
+// columns [D, kKeyBlock] and values [kKeyBlock, V]; of codes also the scales of keys and of values, [kKeyBlock] each.
 class GatheredKeys {
  public:
   GatheredKeys(const Attend& p, int64_t capacity)
-      : width_(p.width), blocks_((capacity + kKeyBlock - 1) / kKeyBlock),
-        block_size_(kKeyBlock * (width_ + (p.scales.k == nullptr ? 0 : 1)) * 2),
+      : width_(p.width), value_width_(p.value_width), blocks_((capacity + kKeyBlock - 1) / kKeyBlock),
+        block_size_(kKeyBlock * (width_ + value_width_ + (p.scales.k == nullptr ? 0 : 2))),
         data_(new float[p.key_heads * blocks_ * block_size_]) {}
 
   template <typename Stored>
@@ -40,7 +40,7 @@ class GatheredKeys {
 
   const float* keys(int64_t head, int64_t block) const { return of(head, block); }
   const float* values(int64_t head, int64_t block) const { return of(head, block) + kKeyBlock * width_; }
-  const float* key_scales(int64_t head, int64_t block) const { return of(head, block) + 2 * kKeyBlock * width_; }
+  const float* key_scales(int64_t head, int64_t block) const { return of(head, block) + kKeyBlock * (width_ + value_width_); }
   const float* value_scales(int64_t head, int64_t block) const { return key_scales(head, block) + kKeyBlock; }
 
  private:
@@ -56,15 +56,15 @@ class GatheredKeys {
     for (int64_t j = 0; j < count; ++j) {
       const int64_t slot = p.visible.slot(b, first + j);
       of_keys[j] = static_cast<const Stored*>(p.k) + slot * p.k_row + head * width_;
-      const Stored* of_value = static_cast<const Stored*>(p.v) + slot * p.v_row + head * width_;
+      const Stored* of_value = static_cast<const Stored*>(p.v) + slot * p.v_row + head * value_width_;
       if constexpr (sizeof(Stored) == 1) {
-        float* scales = values + kKeyBlock * width_ + j;
+        float* scales = values + kKeyBlock * value_width_ + j;
         scales[0] = p.scales.k[slot * p.scales.k_row + head] * static_cast<float>(p.scale * kUnit<Stored>);
         scales[kKeyBlock] = p.scales.v[slot * p.scales.v_row + head] * kUnit<Stored>;
       }
-      for_vectors(width_, [&](int64_t d, auto lanes) { store(values + j * width_ + d, load(of_value + d, lanes), lanes); });
+      for_vectors(value_width_, [&](int64_t d, auto lanes) { store(values + j * value_width_ + d, load(of_value + d, lanes), lanes); });
     }
-    std::fill(values + count * width_, values + kKeyBlock * width_, 0.0f);
+    std::fill(values + count * value_width_, values + kKeyBlock * value_width_, 0.0f);
     for (int64_t d = 0; d < width_; ++d) {
       float* column = keys + d * kKeyBlock;
       for (int64_t j = 0; j < count; ++j) column[j] = to_float(of_keys[j][d]);
@@ -72,13 +72,13 @@ class GatheredKeys {
     }
   }
 
-  int64_t width_, blocks_, block_size_;
+  int64_t width_, value_width_, blocks_, block_size_;
   std::unique_ptr<float[]> data_;
 };
 
 // What attention of one row of the batch has come to, for all its query heads, behind the keys that were seen.
 struct Progress {
-  std::vector<float> sums, most, total;  // [Hkv, rows, D] [Hkv, rows] [Hkv, rows]; e^-most is taken out of both sums
+  std::vector<float> sums, most, total;  // [Hkv, rows, V] [Hkv, rows] [Hkv, rows]; e^-most is taken out of both sums
 };
 
 // The rows [first, last) of one row of the batch and key head. Queries and results are of type T, keys were Stored.
@@ -90,9 +90,9 @@ class RunTask {
  public:
   RunTask(const Attend& p, Progress& progress, int64_t b, int64_t head, int64_t first, int64_t last)
       : p_(p), b_(b), head_(head), first_(first), rows_(last - first), group_(p.query_heads / p.key_heads),
-        width_(p.width) {
+        width_(p.width), value_width_(p.value_width) {
     const int64_t at = head * p.queries * group_ + first;
-    sums_ = progress.sums.data() + at * width_, most_ = progress.most.data() + at, total_ = progress.total.data() + at;
+    sums_ = progress.sums.data() + at * value_width_, most_ = progress.most.data() + at, total_ = progress.total.data() + at;
     for (int64_t r = 0; r < rows_; ++r) {
       const VisibleKeys::Range range = p.visible.before_tree(b, (first_ + r) / group_);
       begin_[r] = range.begin, end_[r] = range.end;
@@ -118,12 +118,12 @@ class RunTask {
   void finish() {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = b_ * p_.queries + (first_ + r) / group_;
-      const int64_t at = (head_ * group_ + (first_ + r) % group_) * width_;
-      T* out = static_cast<T*>(p_.out) + token * p_.query_heads * width_ + at;
+      const int64_t at = (head_ * group_ + (first_ + r) % group_) * value_width_;
+      T* out = static_cast<T*>(p_.out) + token * p_.query_heads * value_width_ + at;
       const T* gate = p_.gate == nullptr ? nullptr : static_cast<const T*>(p_.gate) + token * p_.gate_query + at;
       const Vector total = broadcast(total_[r] == 0 ? 1.0f : total_[r]);  // 0: it sees no key
-      for_vectors(width_, [&](int64_t d, auto lanes) {
-        const Vector mean = load(sums_ + r * width_ + d, lanes) / total;
+      for_vectors(value_width_, [&](int64_t d, auto lanes) {
+        const Vector mean = load(sums_ + r * value_width_ + d, lanes) / total;
         store(out + d, gate == nullptr ? mean : mean * sigmoid(load(gate + d, lanes)), lanes);
       });
     }
@@ -192,19 +192,19 @@ class RunTask {
       float factor[kLanes];
       store(factor, left, All{});
       total_[r] *= factor[0];
-      float* sums = sums_ + r * width_;
-      for_vectors(width_, [&](int64_t d, auto lanes) { store(sums + d, left * load(sums + d, lanes), lanes); });
+      float* sums = sums_ + r * value_width_;
+      for_vectors(value_width_, [&](int64_t d, auto lanes) { store(sums + d, left * load(sums + d, lanes), lanes); });
       most_[r] = most;
     }
     total_[r] += sum(total);
   }
 
   void add_values(const float* values, int64_t first, int64_t last) {
-    for_tiles(rows_, width_, [&](auto& tile) __attribute__((always_inline)) {
+    for_tiles(rows_, value_width_, [&](auto& tile) __attribute__((always_inline)) {
       if (!any_sees(tile.row, tile.kRows, first, last)) return;
-      tile.multiply({weights_, kKeyBlock}, {values, width_}, last - first);
+      tile.multiply({weights_, kKeyBlock}, {values, value_width_}, last - first);
       tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
-        float* so_far = sums_ + (tile.row + i) * width_ + at;
+        float* so_far = sums_ + (tile.row + i) * value_width_ + at;
         store(so_far, load(so_far, tile.lanes) + sum, tile.lanes);
       });
     });
@@ -216,7 +216,7 @@ class RunTask {
   }
 
   const Attend& p_;
-  const int64_t b_, head_, first_, rows_, group_, width_;
+  const int64_t b_, head_, first_, rows_, group_, width_, value_width_;
   float *sums_, *most_, *total_;  // of these rows
   const float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of the block of keys, where they are codes
   int64_t begin_[kQueryRows], end_[kQueryRows];  // the positions that each row sees
@@ -250,7 +250,7 @@ void attend_run(const Attend& p, int num_threads) {
     });
   };
   for (int64_t b = 0; b < p.batch; ++b) {
-    progress.sums.assign(p.key_heads * rows * p.width, 0.0f);
+    progress.sums.assign(p.key_heads * rows * p.value_width, 0.0f);
     progress.most.assign(p.key_heads * rows, -std::numeric_limits<float>::infinity());
     progress.total.assign(p.key_heads * rows, 0.0f);
     const VisibleKeys::Range seen = seen_by_any(p, b);

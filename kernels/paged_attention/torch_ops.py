@@ -23,13 +23,13 @@ def attend(
 
     Args:
         q: [B, N, Hq, D].
-        k_pool, v_pool: [T, Hkv, D], Hq a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
+        k_pool, v_pool: [T, Hkv, D] and [T, Hkv, V], Hq a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
         kv_indices: [B, L] int64 rows of the pool; entries that no query may see may point anywhere.
         mask: [B, N, L] bool, True where a query sees a key; None when everything is visible. One that sees none gets 0.
         scale: of the scores; None: D**-0.5.
 
     Returns:
-        Output [B, N, Hq, D].
+        Output [B, N, Hq, V].
     """
     batch, length = kv_indices.shape
     num_queries, num_q_heads, dim = q.shape[1:]
@@ -41,9 +41,9 @@ def attend(
     flat = kv_indices.reshape(-1)
     k, v = (pool.index_select(0, flat).unflatten(0, (batch, length)).transpose(1, 2) for pool in (k_pool, v_pool))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(
-        batch, num_kv_heads, -1, num_queries, dim
+        batch, num_kv_heads, -1, num_queries, v_pool.shape[2]
     )
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_q_heads, dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_q_heads, -1)
 
 
 def attend_to_codes(q: Tensor, kv: LayerKV, kv_indices: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -95,8 +95,8 @@ def attend_layer(
     """Norm and rotation by ``rowwise``, keys and values gathered, then PyTorch's attention."""
     batch, length, _ = projected.shape
     query_heads, key_heads, dim = config.num_query_heads, config.num_key_heads, config.head_dim
-    q_dim, kv_dim = query_heads * dim, key_heads * dim
-    sizes = [q_dim + kv_dim, kv_dim, q_dim if config.has_gate else 0]
+    kv_dim = 0 if config.latent_dim is not None else key_heads * dim
+    sizes = [(query_heads + key_heads) * dim, kv_dim, query_heads * config.value_dim if config.has_gate else 0]
     qk, v, gate = torch.split_with_sizes(projected, sizes, -1)
     qk = qk.reshape(batch, length, -1, dim)
     if config.norm is not None:
@@ -104,7 +104,7 @@ def attend_layer(
     if angles is not None:
         qk = rowwise.rotate(qk, *angles)
     q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
-    write(kv, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
+    write(kv, k.flatten(0, 1), v.reshape(-1, key_heads, dim) if kv_dim else None)
     if kv.k_scales is None:
         out = attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
     else:
@@ -112,13 +112,17 @@ def attend_layer(
     return out * gate.sigmoid() if config.has_gate else out
 
 
-def write(kv: LayerKV, k: Tensor, v: Tensor) -> None:
+def write(kv: LayerKV, k: Tensor, v: Tensor | None) -> None:
     """Store k, v [T, Hkv, D] at the T slots of the pools, as codes where there are scales; what is not finite as 0.
+
+    v None: values are a part of their keys.
 
     Some forms of attention multiply masked keys too, and NaN survives any mask: it would spoil other requests that
     share the padding slot, or get the slot next. A request with such numbers is detected by its own hidden states.
     """
     for new, pool, scales in ((k, kv.k_pool, kv.k_scales), (v, kv.v_pool, kv.v_scales)):
+        if new is None:
+            continue
         if scales is None:
             pool.index_copy_(0, kv.write_slots, new.nan_to_num(0.0, 0.0, 0.0))
             continue

@@ -32,10 +32,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @operator(
-    triton=lambda x, gate, weight, _: gpu.can_launch(x, gate, weight),
-    native=lambda x, gate, weight, _: native_ops.can_take(gate, x, weight),
+    triton=lambda x, gate, weight, _, is_sigmoid: not is_sigmoid and gpu.can_launch(x, gate, weight),
+    native=lambda x, gate, weight, *_: native_ops.can_take(gate, x, weight),
 )
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """rms_norm(x) * silu(gate): the norm comes before the gate (arXiv 2412.06464, section 3.4).
 
     Args:
@@ -43,6 +43,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         gate: [..., H, D].
         weight: [D] float32.
         eps: added to the mean of the squares.
+        is_sigmoid: sigmoid(gate) in place of silu(gate); no form in Triton.
 
     Returns:
         x's shape, the gate's dtype.
@@ -50,7 +51,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     Raises:
         ValueError: x, gate and weight differ in shape (native form).
     """
-    return torch_ops.gated_rms_norm(x, gate, weight, eps)
+    return torch_ops.gated_rms_norm(x, gate, weight, eps, is_sigmoid)
 
 
 @operator(triton=gpu.can_launch, native=native_ops.can_take)
@@ -112,9 +113,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch_ops.rotate(x, cos, sin)
 
 
+def _is_by_head(a: Tensor, lower_bound: float | None) -> bool:
+    """Whether decays are those of Gated DeltaNet: a number for each head, without a bound."""
+    return a.dim() == 3 and lower_bound is None
+
+
 @operator(
-    triton=lambda mixed, a, b, negative_a, dt_bias, *_: gpu.can_launch(mixed, a, b, negative_a, dt_bias),
-    native=lambda mixed, a, _, negative_a, dt_bias, *__: native_ops.can_take(a, mixed, negative_a, dt_bias),
+    triton=lambda mixed, a, b, negative_a, dt_bias, *rest: (
+        _is_by_head(a, rest[-1]) and gpu.can_launch(mixed, a, b, negative_a, dt_bias)
+    ),
+    native=lambda mixed, a, _, negative_a, dt_bias, *rest: (
+        _is_by_head(a, rest[-1]) and native_ops.can_take(a, mixed, negative_a, dt_bias)
+    ),
 )
 def delta_inputs(
     mixed: Tensor,
@@ -125,20 +135,28 @@ def delta_inputs(
     num_key_heads: int,
     key_dim: int,
     step_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unit queries and keys, log decays and step sizes for the gated delta rule (arXiv 2412.06464, section 3.4).
 
+    With decays for each key channel they are those of Kimi Delta Attention (arXiv 2510.26692), only in PyTorch.
+
     Args:
         mixed: [B, L, C] float32; its first 2 Hk K channels are queries and keys.
-        a, b: [B, L, Hv].
-        negative_a, dt_bias: [Hv] float32.
+        a: [B, L, Hv] or [B, L, Hv, K].
+        b: [B, L, Hv].
+        negative_a: [Hv] float32.
+        dt_bias: [Hv] or [Hv, K] float32.
         num_key_heads, key_dim: Hk, K.
         step_scale: factor of beta.
+        lower_bound: of log decays, which then are lower_bound sigmoid(-negative_a (a + dt_bias)) in place of
+            negative_a softplus(a + dt_bias).
 
     Returns:
-        q (scaled by K**-0.5) and k [B, L, Hk, K], g and beta [B, L, Hv], all float32.
+        q (scaled by K**-0.5) and k [B, L, Hk, K], g in the shape of a, beta [B, L, Hv], all float32.
 
     Raises:
         ValueError: the operands differ in batch, length or heads (native form).
     """
-    return torch_ops.delta_inputs(mixed, a, b, negative_a, dt_bias, num_key_heads, key_dim, step_scale)
+    heads = num_key_heads, key_dim
+    return torch_ops.delta_inputs(mixed, a, b, negative_a, dt_bias, *heads, step_scale, lower_bound)

@@ -30,23 +30,24 @@ struct Norm {
   void* y;
   const int64_t* live;  // tokens that are no padding; null: all
   int64_t tokens, heads, width, x_stride, gate_stride, weight_stride;  // weight_stride: from head to head, or 0
+  int64_t is_sigmoid;  // the gate's activation; else SiLU
   double eps;
 };
 
-template <typename X, typename Y, bool Gated>
+template <typename X, typename Y, Gate Kind>
 void normalize_token(const Norm& p, int64_t token) {
   for (int64_t h = 0; h < p.heads; ++h) {
     const X* x = static_cast<const X*>(p.x) + token * p.x_stride + h * p.width;
-    const Y* gate = static_cast<const Y*>(p.gate) + (Gated ? token * p.gate_stride + h * p.width : 0);
+    const Y* gate = static_cast<const Y*>(p.gate) + (Kind == Gate::kNone ? 0 : token * p.gate_stride + h * p.width);
     Y* y = static_cast<Y*>(p.y) + (token * p.heads + h) * p.width;
-    normalize<Gated>(x, gate, p.weight + h * p.weight_stride, p.width, static_cast<float>(p.eps), y);
+    normalize<Kind>(x, gate, p.weight + h * p.weight_stride, p.width, static_cast<float>(p.eps), y);
   }
 }
 
-template <typename X, typename Y, bool Gated>
+template <typename X, typename Y, Gate Kind>
 void run_norm(const Norm& p, int num_threads) {
   for_tokens(live_rows(p.tokens, p.live), p.heads * p.width, num_threads,
-             [&](int64_t t) { normalize_token<X, Y, Gated>(p, t); });
+             [&](int64_t t) { normalize_token<X, Y, Kind>(p, t); });
 }
 
 template <typename T>
@@ -125,12 +126,18 @@ void run_angles(const int64_t* positions, const float* frequencies, T* cos, T* s
 extern "C" {
 
 void rowwise_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
-  is_bfloat16 ? run_norm<BFloat16, BFloat16, false>(*p, num_threads) : run_norm<float, float, false>(*p, num_threads);
+  is_bfloat16 ? run_norm<BFloat16, BFloat16, Gate::kNone>(*p, num_threads)
+              : run_norm<float, float, Gate::kNone>(*p, num_threads);
 }
 
 // x is float32; y and the gate are bfloat16 or float32.
 void rowwise_gated_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
-  is_bfloat16 ? run_norm<float, BFloat16, true>(*p, num_threads) : run_norm<float, float, true>(*p, num_threads);
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    p->is_sigmoid ? run_norm<float, T, Gate::kSigmoid>(*p, num_threads)
+                  : run_norm<float, T, Gate::kSilu>(*p, num_threads);
+  };
+  is_bfloat16 ? run(BFloat16{}) : run(float{});
 }
 
 void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, const int64_t* live, int64_t width,

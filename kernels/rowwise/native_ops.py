@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parent / "native.cpp"
 _Norm = struct(
     "Norm",
     ["x", "gate", "weight", "y", "live"],
-    ["tokens", "heads", "width", "x_stride", "gate_stride", "weight_stride"],
+    ["tokens", "heads", "width", "x_stride", "gate_stride", "weight_stride", "is_sigmoid"],
     ["eps"],
 )
 _DeltaInputs = struct(
@@ -56,14 +56,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight, tokens = weight.contiguous(), y.numel() // (heads * width)
     norm = _Norm(
         *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), live_count(y.shape, tokens)),
-        *(tokens, heads, width, stride, 0, width if weight.dim() == 2 else 0),
+        *(tokens, heads, width, stride, 0, width if weight.dim() == 2 else 0, False),
         eps,
     )
     library.required(code()).rowwise_rms_norm(norm, x.dtype is torch.bfloat16, torch.get_num_threads())
     return y
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """One call for norm and gate."""
     heads, width = x.shape[-2:]
     require(gate.shape == x.shape and weight.shape == (width,), "x, gate and weight do not fit")
@@ -73,7 +73,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     tokens = y.numel() // (heads * width)
     norm = _Norm(
         *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr(), live_count(y.shape, tokens)),
-        *(tokens, heads, width, x_stride, gate_stride, 0),
+        *(tokens, heads, width, x_stride, gate_stride, 0, is_sigmoid),
         eps,
     )
     library.required(code()).rowwise_gated_rms_norm(norm, gate.dtype is torch.bfloat16, torch.get_num_threads())
@@ -138,8 +138,10 @@ def delta_inputs(
     num_key_heads: int,
     key_dim: int,
     step_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One call for all four results."""
+    """One call for all four results; for decays by head."""
+    require(lower_bound is None, "native code bounds no decays")
     batch, length, value_heads = a.shape
     require(b.shape == a.shape == (*mixed.shape[:2], value_heads) and b.dtype is a.dtype, "mixed, a and b do not fit")
     require(mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys")

@@ -16,9 +16,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x, gate [T, H, D], weight [D] -> rms_norm(x) * silu(gate), in the gate's dtype."""
-    return (rms_norm(_widened(x), weight, eps) * _silu(_widened(gate))).to(gate.dtype)
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
+    """x, gate [T, H, D], weight [D] -> rms_norm(x) * silu(gate), or times sigmoid(gate), in the gate's dtype."""
+    factor = 1 / (1 + torch.exp(-_widened(gate))) if is_sigmoid else _silu(_widened(gate))
+    return (rms_norm(_widened(x), weight, eps) * factor).to(gate.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -62,10 +63,13 @@ def delta_inputs(
     num_key_heads: int,
     key_dim: int,
     step_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of the gated delta rule: unit keys and queries, log decays and step sizes.
 
     mixed [B, L, C], of which the first 2 Hk K channels are queries and keys; a, b [B, L, Hv]; negative_a, dt_bias [Hv].
+    Where decays are by key channel, a is [B, L, Hv, K] and dt_bias [Hv, K]. With a lower bound, g is
+    lower_bound sigmoid(-negative_a (a + dt_bias)).
 
     Returns q = query / |query| / sqrt(K) and k = key / |key| [B, L, Hk, K], g = negative_a softplus(a + dt_bias) and
     beta = step_scale sigmoid(b) [B, L, Hv], all in mixed's dtype. Lengths have 1e-6 under the root.
@@ -73,7 +77,8 @@ def delta_inputs(
     size = num_key_heads * key_dim
     q, k = (x.unflatten(-1, (num_key_heads, key_dim)) for x in mixed[..., : 2 * size].split(size, -1))
     q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    g = negative_a * torch.log1p(torch.exp(a.to(mixed.dtype) + dt_bias))
+    rate, step = negative_a if a.dim() == 3 else negative_a[:, None], a.to(mixed.dtype) + dt_bias
+    g = rate * torch.log1p(torch.exp(step)) if lower_bound is None else lower_bound / (1 + torch.exp(rate * step))
     return q * key_dim**-0.5, k, g.to(mixed.dtype), step_scale / (1 + torch.exp(-b.to(mixed.dtype)))
 
 

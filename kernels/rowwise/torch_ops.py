@@ -19,10 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * _inverse_root(x, 1.0 / x.shape[-1], eps)).mul_(weight).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """The norm, then the gate in float32."""
     scaled = (x * _inverse_root(x, 1.0 / x.shape[-1], eps)).mul_(weight)
-    return scaled.mul_(F.silu(gate.float())).to(gate.dtype)
+    factor = gate.float().sigmoid() if is_sigmoid else F.silu(gate.float())
+    return scaled.mul_(factor).to(gate.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -59,13 +60,17 @@ def delta_inputs(
     num_key_heads: int,
     key_dim: int,
     step_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries and keys are normalised together."""
     qk = mixed[..., : 2 * num_key_heads * key_dim].unflatten(-1, (2, num_key_heads, key_dim))
     q, k = (qk * _inverse_root(qk, 1.0, L2_EPS)).unbind(2)
     beta = b.float().sigmoid()
     beta = beta if step_scale == 1.0 else beta * step_scale
-    return q * key_dim**-0.5, k, negative_a * F.softplus(a + dt_bias), beta
+    rate = negative_a if a.dim() == 3 else negative_a[:, None]
+    step = a.float() + dt_bias
+    g = rate * F.softplus(step) if lower_bound is None else lower_bound * (-rate * step).sigmoid()
+    return q * key_dim**-0.5, k, g, beta
 
 
 def _inverse_root(x: Tensor, factor: float, eps: float) -> Tensor:

@@ -53,8 +53,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, None, weight, eps, x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One launch for norm and gate."""
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
+    """One launch for norm and gate, of which SiLU is taken."""
+    assert not is_sigmoid, "the gate has no sigmoid here"
     assert gate.shape == x.shape, "x and gate do not fit"
     return _norm(x, gate, weight, eps, gate.dtype)
 
@@ -136,8 +137,10 @@ def delta_inputs(
     num_key_heads: int,
     key_dim: int,
     step_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch for all four results."""
+    """One launch for all four results; for decays by head."""
+    assert lower_bound is None, "decays have no bound here"
     batch, length, value_heads = a.shape
     assert a.shape == b.shape == (*mixed.shape[:2], value_heads), "mixed, a and b do not fit"
     assert mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys"

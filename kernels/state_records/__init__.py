@@ -40,7 +40,7 @@ def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, ou
     return native_ops.can_take(state, k, u, decay, *(() if out is None else (out,)))
 
 
-@operator(triton=gpu.can_launch, native=_is_native)
+@operator(triton=lambda *args: args[3].dim() == 3 and gpu.can_launch(*args), native=_is_native)
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance checkpoints over their pending records by one rank-m update each, m records at once.
 
@@ -49,7 +49,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     Args:
         state: [B, Hv, K, V] float32 (any float dtype in the Triton form); modified only where it is ``out``.
         k, u: records [B, R, Hk, K] and [B, R, Hv, V] float32.
-        decay: [B, R, Hv] float32, log decay G from the checkpoint to the record inclusive.
+        decay: [B, R, Hv] float32, each record's own log decay; or [B, R, Hv, K], one for each key channel.
         num_pending: [B] int64; rows with 0 keep their state.
         out: [B, Hv, K, V], takes the new states; it is ``state`` or does not overlap it. What float16 cannot hold
             becomes its largest finite number. None: a new tensor of the state's dtype.

@@ -36,10 +36,8 @@ inline void transpose(ScratchMatrix& x, int64_t rows, int64_t columns, ScratchMa
 
 // e^x, but 0 below 1e-25: what is so small beside numbers of the size of 1 would only make subnormal numbers, which are
 // a hundred times as slow.
-inline Vector decay_of(Vector x) {
-  const Vector decay = exp(x);
-  return chosen(is_less(decay, broadcast(1e-25f)), zero(), decay);
-}
+inline Vector without_tiny(Vector decay) { return chosen(is_less(decay, broadcast(1e-25f)), zero(), decay); }
+inline Vector decay_of(Vector x) { return without_tiny(exp(x)); }
 
 // Log decays of a chunk's tokens, and what they make of it. What lies between two tokens is summed up, and is no difference
 // of sums since the start: behind a strong decay these have lost the digits of weak ones.
@@ -103,7 +101,8 @@ inline void put_scores(const Matrix& x, const Matrix& key_columns, int64_t size,
 }
 
 // o = e^G q S + sum of weights u
-inline void put_outputs(const ChunkDecay& decay, const Matrix& query, const Matrix& state, const Matrix& weights,
+template <typename Decay>
+inline void put_outputs(const Decay& decay, const Matrix& query, const Matrix& state, const Matrix& weights,
                         const Matrix& updates, int64_t size, ScratchMatrix& output, StateSize of_state) {
   for_tiles(size, of_state.value_dim, [&](auto& tile) __attribute__((always_inline)) {
     tile.multiply(query, state, of_state.key_dim);
@@ -117,6 +116,19 @@ inline void put_outputs(const ChunkDecay& decay, const Matrix& query, const Matr
   });
 }
 
+// S becomes e^G S + sum of k u^T; left(r) is e^G of row r.
+template <typename Left>
+inline void add_updates(const Matrix& key_columns, const Matrix& updates, int64_t size, float* state,
+                        StateSize of_state, const Left& left) {
+  for_tiles(of_state.key_dim, of_state.value_dim, [&](auto& tile) __attribute__((always_inline)) {
+    tile.multiply(key_columns, updates, size);
+    tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
+      float* s = state + (tile.row + i) * of_state.value_dim + at;
+      store(s, fma(broadcast(left(tile.row + i)), load(s, tile.lanes), sum), tile.lanes);
+    });
+  });
+}
+
 // S becomes e^G S + sum of k u^T, each with the decay behind it, which the updates are multiplied by.
 inline void put_state(const ChunkDecay& decay, const Matrix& key_columns, int64_t size, ScratchMatrix& update,
                       float* state, StateSize of_state) {
@@ -125,15 +137,8 @@ inline void put_state(const ChunkDecay& decay, const Matrix& key_columns, int64_
     float* u = update.row(i);
     for_vectors(of_state.value_dim, [&](int64_t at, auto lanes) { store(u + at, left * load(u + at, lanes), lanes); });
   }
-  const Vector left = broadcast(decay.since_start(size - 1));
-  const Matrix updates = update.matrix();
-  for_tiles(of_state.key_dim, of_state.value_dim, [&](auto& tile) __attribute__((always_inline)) {
-    tile.multiply(key_columns, updates, size);
-    tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
-      float* s = state + (tile.row + i) * of_state.value_dim + at;
-      store(s, fma(left, load(s, tile.lanes), sum), tile.lanes);
-    });
-  });
+  add_updates(key_columns, update.matrix(), size, state, of_state,
+              [left = decay.since_start(size - 1)](int64_t) { return left; });
 }
 
 }  // namespace specmamba

@@ -15,35 +15,52 @@ using namespace specmamba;
 // Operands of one fold. Strides are in elements; dimensions without one are contiguous. `folded` may be the state
 // itself.
 struct Fold {
-  const float *state, *records_k, *records_u, *records_decay;  // [B, Hv, K, V] [B, R, Hk, K] [B, R, Hv, V] [B, R, Hv]
+  const float *state, *records_k, *records_u, *records_decay;  // [B, Hv, K, V] [B, R, Hk, K] [B, R, Hv, V] [B, R, Hv, D]
   const int64_t* num_pending;                                  // [B]
   float* folded;                                               // [B, Hv, K, V]
-  int64_t batch, key_heads, value_heads, key_dim, value_dim;
+  int64_t batch, key_heads, value_heads, key_dim, value_dim, decay_dim;  // D: 1, or K: by key channel
   int64_t state_batch, k_batch, u_batch, decay_batch, folded_batch;  // from one batch entry to the next
 };
 
 // One head's records in contiguous memory; keys are multiplied by the decay from their record to the last one.
 struct FoldedRecords {
   int64_t count = 0;
-  float whole_decay = 1.0f;
   std::vector<float> keys, updates;  // [count, key_dim], [count, value_dim]
+  std::vector<float> whole_decay;    // [key_dim], of all records
 
   void gather(const Fold& p, int64_t b, int64_t h) {
     const int64_t K = p.key_dim, V = p.value_dim, key_head = h / (p.value_heads / p.key_heads);
     const float *k = p.records_k + b * p.k_batch + key_head * K, *u = p.records_u + b * p.u_batch + h * V;
-    const float* decay = p.records_decay + b * p.decay_batch + h;
+    const int64_t D = p.decay_dim;
+    const float* decay = p.records_decay + b * p.decay_batch + h * D;
     count = p.num_pending[b];
     keys.resize(count * K);
     updates.resize(count * V);
-    float behind = 0;  // log decay from record j to the last one
+    whole_decay.resize(K);
+    behind_.assign(D, 0.0f);
     for (int64_t j = count - 1; j >= 0; --j) {
-      const float weight = std::exp(behind);
-      behind += decay[j * p.value_heads];
-      for (int64_t i = 0; i < K; ++i) keys[j * K + i] = weight * k[j * p.key_heads * K + i];
+      const float* k_j = k + j * p.key_heads * K;
+      weigh(D, &keys[j * K], K, [&](int64_t i) { return k_j[i]; });
+      for (int64_t i = 0; i < D; ++i) behind_[i] += decay[j * p.value_heads * D + i];
       std::copy_n(u + j * p.value_heads * V, V, &updates[j * V]);
     }
-    whole_decay = std::exp(behind);
+    weigh(D, whole_decay.data(), K, [](int64_t) { return 1.0f; });
   }
+
+ private:
+  // y[i] = x(i) times the decay behind.
+  template <typename X>
+  void weigh(int64_t D, float* y, int64_t K, const X& x) const {
+    if (D == 1) {
+      const float weight = std::exp(behind_[0]);
+      for (int64_t i = 0; i < K; ++i) y[i] = weight * x(i);
+    } else {
+      for_vectors(K, [&](int64_t i, auto lanes) { store(y + i, exp(load(&behind_[i], lanes)), lanes); });
+      for (int64_t i = 0; i < K; ++i) y[i] *= x(i);
+    }
+  }
+
+  std::vector<float> behind_;  // [D], log decay from record j to the last one
 };
 
 // folded = e^G S + sum k_j u_j^T on Rows rows of S from row i on and kLanes Vectors columns.
@@ -51,12 +68,13 @@ template <int Rows, int Vectors, typename Lanes>
 void fold_tile(const FoldedRecords& records, const float* state, float* folded, int64_t i, int64_t K, int64_t V,
                int64_t column, Lanes lanes) {
   Vector sums[Rows][Vectors];
-  const Vector decay = broadcast(records.whole_decay);
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < Rows; ++r) {
+    const Vector decay = broadcast(records.whole_decay[i + r]);
 #pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c)
       sums[r][c] = decay * load(state + (i + r) * V + column + c * kLanes, lanes);
+  }
   for (int64_t j = 0; j < records.count; ++j) {
     const float *k = &records.keys[j * K + i], *u = &records.updates[j * V + column];
     Vector x[Rows];
@@ -107,7 +125,7 @@ struct RowFolds {
   int64_t* num_pending;                           // [B]; 0 after the fold
   const bool* folds;                              // [B], or null: all rows fold
   int64_t batch, layers, slots, rows, capacity, window, input_bytes;  // input_bytes: of one entry of conv_inputs
-  int64_t key_heads, value_heads, key_dim, value_dim;
+  int64_t key_heads, value_heads, key_dim, value_dim, decay_dim;
 
   bool is_folded(int64_t b) const { return (folds == nullptr || folds[b]) && num_pending[b] > 0; }
 
@@ -118,10 +136,10 @@ struct RowFolds {
     return {state,
             records_k + row * capacity * key_heads * key_dim,
             records_u + row * capacity * value_heads * value_dim,
-            records_decay + row * capacity * value_heads,
+            records_decay + row * capacity * value_heads * decay_dim,
             num_pending + b,
             state,
-            1, key_heads, value_heads, key_dim, value_dim,
+            1, key_heads, value_heads, key_dim, value_dim, decay_dim,
             0, 0, 0, 0, 0};
   }
 

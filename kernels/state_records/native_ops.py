@@ -23,7 +23,7 @@ _Fold = struct(
     "Fold",
     ["state", "records_k", "records_u", "records_decay", "num_pending", "folded"],
     [
-        *("batch", "key_heads", "value_heads", "key_dim", "value_dim"),
+        *("batch", "key_heads", "value_heads", "key_dim", "value_dim", "decay_dim"),
         *("state_batch", "k_batch", "u_batch", "decay_batch", "folded_batch"),
     ],
 )
@@ -36,7 +36,7 @@ _RowFolds = struct(
     ],
     [
         *("batch", "layers", "slots", "rows", "capacity", "window", "input_bytes"),
-        *("key_heads", "value_heads", "key_dim", "value_dim"),
+        *("key_heads", "value_heads", "key_dim", "value_dim", "decay_dim"),
     ],
 )
 
@@ -65,7 +65,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     require(out.shape == state.shape, "out has another shape than the state")
     arguments = _Fold(
         *(x.data_ptr() for x in (state, k, u, decay, num_pending, out)),
-        *sizes,
+        *(*sizes, 1 if decay.dim() == 3 else key_dim),
         *(x.stride(0) for x in (state, k, u, decay, out)),
     )
     native.fold_records(arguments, torch.get_num_threads())
@@ -110,12 +110,19 @@ def _sizes(x: Buffers) -> tuple[int, ...]:
     require(state[1] == key_dim, "the states have another shape")
     require(x.k.shape[:2] == (layers, num_rows), "k has another shape")
     require(x.u.shape == (layers, num_rows, capacity, value_heads, value_dim), "u has another shape")
-    require(x.decay.shape == (layers, num_rows, capacity, value_heads), "decay has another shape")
+    require(_are_decays(x.decay, (layers, num_rows, capacity, value_heads), key_dim), "decay has another shape")
     require(x.windows.shape[:2] == (layers, num_slots), "windows have another shape")  # type: ignore[union-attr]
     require(x.conv_inputs.shape == (layers, num_rows, window + capacity, channels), "conv_inputs have another shape")
     require(x.windows.dtype is x.conv_inputs.dtype, "windows have another dtype")  # type: ignore[union-attr]
     input_bytes = channels * x.conv_inputs.element_size()
-    return layers, num_slots, num_rows, capacity, window, input_bytes, key_heads, value_heads, key_dim, value_dim
+    decay_dim = 1 if x.decay.dim() == 4 else key_dim
+    of_heads = key_heads, value_heads, key_dim, value_dim, decay_dim
+    return layers, num_slots, num_rows, capacity, window, input_bytes, *of_heads
+
+
+def _are_decays(decay: Tensor, of_heads: tuple[int, ...], key_dim: int) -> bool:
+    """Whether log decays have a number for each head, or for each key channel of it."""
+    return decay.shape in (of_heads, (*of_heads, key_dim))
 
 
 def _check_shapes(
@@ -128,7 +135,7 @@ def _check_shapes(
     require(state.shape == (batch, value_heads, key_dim, value_dim), "the state has another shape")
     require(k.shape == (batch, capacity, key_heads, key_dim), "k has another shape")
     require(u.shape == (batch, capacity, value_heads, value_dim), "u has another shape")
-    require(decay.shape == (batch, capacity, value_heads), "decay has another shape")
+    require(_are_decays(decay, (batch, capacity, value_heads), key_dim), "decay has another shape")
     require(num_pending.shape == (batch,) and num_pending.dtype is torch.int64, "num_pending needs [B] int64")
 
 
@@ -164,10 +171,16 @@ class Heads(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
+    decay_dim: int = 1  # log decays of a value head; key_dim: one for each key channel
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a layer's state."""
+        return self.value_heads, self.key_dim, self.value_dim
 
     def check(self, conv: Tensor) -> None:
         """Raise ValueError unless the sizes fit each other and a convolution [C, W]."""
-        hk, hv, key_dim, value_dim = self
+        hk, hv, key_dim, value_dim, _ = self
         require(hk > 0 and hv % hk == 0, "value heads are no multiple of key heads")
         channels = 2 * hk * key_dim + hv * value_dim
         require(conv.shape[0] == channels, "the convolution has other channels than the heads")
@@ -229,11 +242,14 @@ def check_places(weights: Any, conv: Tensor, heads: Heads, buffers: Buffers, tre
     if _FITTING.get(buffers) is weights:
         return
     rows, (channels, width) = buffers.k.shape[0], conv.shape
-    require(buffers.states.shape[1:] == (heads.value_heads, *heads[2:]), "the states have another shape")
+    require(buffers.states.shape[1:] == heads.state, "the states have another shape")
     require(buffers.conv_inputs.shape == (rows, width - 1 + capacity, channels), "conv_inputs have another shape")
     require(buffers.k.shape[2:] == (heads.key_heads, heads.key_dim), "k has another shape")
     require(buffers.u.shape == (rows, capacity, heads.value_heads, heads.value_dim), "u has another shape")
-    require(buffers.decay.shape == (rows, capacity, heads.value_heads), "decay has another shape")
+    of_heads = rows, capacity, heads.value_heads
+    by_channel, is_by_head = (*of_heads, heads.decay_dim), heads.decay_dim == 1
+    is_fitting = buffers.decay.shape == by_channel or (is_by_head and buffers.decay.shape == of_heads)
+    require(is_fitting, "decay has another shape")
     _FITTING[buffers] = weights
 
 
@@ -254,7 +270,7 @@ def extend_states(
         ValueError: states or windows do not fit the ``heads`` and the convolution [C, W], or the slots the batch.
     """
     pool, windows, rows, lengths = state.states, state.windows, state.slots.index, state.lengths
-    require(pool.shape[1:] == (heads.value_heads, *heads[2:]), "the states have another shape")
+    require(pool.shape[1:] == heads.state, "the states have another shape")
     require(windows.shape[1:] == (conv.shape[1] - 1, conv.shape[0]), "the windows have another shape")
     require(rows.shape == lengths.shape == (batch,), "slots and lengths need one entry per row")
     require(rows.dtype is lengths.dtype is torch.int64, "slots and lengths need int64")

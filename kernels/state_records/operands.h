@@ -8,6 +8,7 @@ namespace specmamba {
 
 struct Heads {
   int64_t key_heads, value_heads, key_dim, value_dim;
+  int64_t decay_dim;  // log decays of a value head: 1, or key_dim, one for each key channel
 
   int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
   int64_t group() const { return value_heads / key_heads; }
@@ -17,7 +18,7 @@ struct Heads {
 struct Buffers {
   const float* states;   // [slots, Hv, K, V]
   void* conv_inputs;     // [rows, W - 1 + R, C], float32 or bfloat16 as activations are
-  float *k, *u, *decay;  // [rows, R, Hk, K] [rows, R, Hv, V] [rows, R, Hv]
+  float *k, *u, *decay;  // [rows, R, Hk, K] [rows, R, Hv, V] [rows, R, Hv, D]
   int64_t states_slot, conv_inputs_row, k_row, u_row, decay_row;
 };
 

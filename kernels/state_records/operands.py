@@ -75,7 +75,7 @@ class Buffers:
     conv_inputs: Tensor  # [rows, W - 1 + R, C]: the checkpoint's window, then an input per record
     k: Tensor  # [rows, R, Hk, K] float32
     u: Tensor  # [rows, R, Hv, V] float32
-    decay: Tensor  # [rows, R, Hv] float32, log decay of the record's own step
+    decay: Tensor  # [rows, R, Hv] or [rows, R, Hv, K] float32, log decay of the record's own step, by key channel
     windows: Tensor | None = None  # [slots, W - 1, C], the checkpoints' last inputs; only folds write it
 
 

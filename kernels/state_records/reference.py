@@ -1,8 +1,9 @@
 """Records of a state S = sum of decayed outer products, one head and one record at a time: the specification.
 
 Shapes: B batch, N tree nodes, R record capacity, Hk key heads, Hv value heads (a multiple of Hk; value head h reads key
-head h // (Hv // Hk)), K and V head widths. Everything keeps the dtype of its inputs, float32 or float64. Shapes are not
-checked here: a mismatch surfaces as torch's own IndexError or RuntimeError.
+head h // (Hv // Hk)), K and V head widths. A log decay is a number of a head, or it is [K]: one for each key channel,
+that is, for each row of the state. Everything keeps the dtype of its inputs, float32 or float64. Shapes are not checked
+here: a mismatch surfaces as torch's own IndexError or RuntimeError.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from specmamba.kernels.state_records.operands import Buffers
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
 
-    state [B, Hv, K, V], k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv] (a record's own log decay, from the record
-    or checkpoint before it), num_pending [B] int64.
+    state [B, Hv, K, V], k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv] or [B, R, Hv, K] (a record's own log decay,
+    from the record or checkpoint before it), num_pending [B] int64.
 
     Returns the new states [B, Hv, K, V], in ``out`` where it is given (it may be ``state``), else in a new tensor; rows
     with nothing pending are copied unchanged.
@@ -29,7 +30,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         for h in range(value_heads):
             for j in range(int(num_pending[b])):
                 update = torch.outer(k[b, j, h // group], u[b, j, h])
-                new_state[b, h] = torch.exp(decay[b, j, h]) * new_state[b, h] + update
+                new_state[b, h] = decayed(new_state[b, h], decay[b, j, h]) + update
     return new_state if out is None else out.copy_(new_state)
 
 
@@ -51,6 +52,11 @@ def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor
             inputs[:window] = inputs[count : count + window].clone()
             buffers.windows[layer, slot] = inputs[:window]
         num_pending[b] = 0
+
+
+def decayed(state: Tensor, g: Tensor) -> Tensor:
+    """A state [K, V] behind a step whose log decay is g, a number or [K]."""
+    return torch.exp(g)[..., None] * state
 
 
 def parent_of(ancestors: Tensor, node: int) -> int | None:

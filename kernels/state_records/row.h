@@ -40,7 +40,10 @@ class Row {
   float* update(int64_t record, int64_t head) const {
     return u_ + (record * heads_.value_heads + head) * heads_.value_dim;
   }
-  float decay(int64_t record, int64_t head) const { return decay_[record * heads_.value_heads + head]; }
+  float* decays(int64_t record, int64_t head) const {
+    return decay_ + (record * heads_.value_heads + head) * heads_.decay_dim;
+  }
+  float decay(int64_t record, int64_t head) const { return *decays(record, head); }
   int64_t record_of(int64_t node) const { return node_offset_ + node; }
 
   // y = channels [channel, channel + size) of a node, convolved over its ancestors.
@@ -59,9 +62,12 @@ class Row {
     store_finite(k, key(record_of(node), head), heads_.key_dim);
   }
   void keep_update(int64_t node, int64_t head, const float* u, float decay) const {
+    keep_update(node, head, u, &decay);
+  }
+  void keep_update(int64_t node, int64_t head, const float* u, const float* decays_of_head) const {
     const int64_t record = record_of(node);
     store_finite(u, update(record, head), heads_.value_dim);
-    decay_[record * heads_.value_heads + head] = std::isfinite(decay) ? decay : 0.0f;
+    store_finite(decays_of_head, decays(record, head), heads_.decay_dim);
   }
 
  private:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specmamba.kernels.state_records.operands import Buffers, as_stored
 
@@ -16,11 +15,11 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     if num_records == 0 or state.numel() == 0:
         return out.copy_(state)
     is_pending = torch.arange(num_records, device=state.device) < num_pending[:, None]
-    behind, total = decay_behind(decay, num_pending)
-    weight = behind.exp() * is_pending[..., None]
-    keys = expand_heads(k, state.shape[1]) * weight[..., None]
+    behind, total = decay_behind(by_channel(decay), num_pending)
+    weight = behind.exp() * is_pending[..., None, None]
+    keys = expand_heads(k, state.shape[1]) * weight
     update = keys.permute(0, 2, 3, 1) @ u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
-    return torch.mul(state, total.exp().transpose(1, 2)[..., None], out=out).add_(update)
+    return torch.mul(state, total.exp().transpose(1, 2).mT, out=out).add_(update)
 
 
 def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
@@ -68,15 +67,15 @@ def path_log_decay(g: Tensor, ancestors: Tensor) -> Tensor:
 
 
 def decay_behind(decay: Tensor, num_pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log decay behind each pending record [B, R, H], up to the last one, and of all of them, [B, 1, H].
+    """Log decay behind each pending record [B, R, H, ...], up to the last one, and of all of them, [B, 1, H, ...].
 
     ``decay`` are records' own; R > 0. Records from ``num_pending`` on are holes, None: there are none.
     """
     if num_pending is not None:
         is_hole = torch.arange(decay.shape[1], device=decay.device) >= num_pending[:, None]
-        decay = decay.masked_fill(is_hole[..., None], 0)
+        decay = decay.masked_fill(is_hole.view(*is_hole.shape, *[1] * (decay.dim() - 2)), 0)
     sums = decay.flip(1).cumsum(1).flip(1)  # from each record on
-    return F.pad(sums[:, 1:], (0, 0, 0, 1)), sums[:, :1]
+    return torch.cat([sums[:, 1:], torch.zeros_like(sums[:, :1])], 1), sums[:, :1]
 
 
 def decay_between(path: Tensor, behind: Tensor, num_pending: Tensor | None) -> Tensor:
@@ -119,6 +118,11 @@ def flaws_inside(flaws: Tensor, ancestors: Tensor) -> Tensor:
     """
     weights = flaws[..., None, :]
     return weights if flaws.shape[2] == 1 else weights.masked_fill(~ancestors[:, None], 0.0)
+
+
+def by_channel(decay: Tensor) -> Tensor:
+    """Log decays [B, L, H] or [B, L, H, K], for products with keys [B, L, H, K]: [B, L, H, 1 or K]."""
+    return decay if decay.dim() == 4 else decay[..., None]
 
 
 def expand_heads(x: Tensor, num_value_heads: int) -> Tensor:

@@ -66,13 +66,14 @@ class PagedKV:
 
         Args:
             layer: index in the KV pool.
-            projected: [B, L, (Hq + 2 Hkv [+ Hq]) D], in the order queries, keys, values, gates.
+            projected: [B, L, (Hq + 2 Hkv [+ Hq]) D], in the order queries, keys, values, gates; without values in
+                latent attention.
             form: norms, rotary embedding, gate and scale of this layer.
             cos, sin: [B, L, 1, rotary_dim]; None without rotary embedding.
             packing: projections and the result are packed, [1, T, ...]; None: they are not.
 
         Returns:
-            [B, L, Hq D].
+            [B, L, Hq D], or Hq V in latent attention.
         """
         pool = self.pool
         of_codes = pool.k_scales[layer], pool.v_scales[layer]

@@ -125,24 +125,28 @@ class KVPool:
 
     The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
     but its pages still count tokens. Codes (``CacheShape.kv_dtype``) have scales, ``k_scales`` and ``v_scales``: for
-    every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools.
+    every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools. Values of
+    latent attention are views on their keys.
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         num_slots = (num_pages + 1) * page_size
-        both = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for _ in range(2) for group in shape.kv]
-        of_kv = [lazy_zeros(size, shape.stored_kv_dtype, device) for size in both]
-        layers, num_layers = [layer for group in of_kv for layer in group], shape.num_kv_layers
-        self.k, self.v = tuple(layers[:num_layers]), tuple(layers[num_layers:])
-        self.k_scales: tuple[Tensor | None, ...] = (None,) * num_layers
-        self.v_scales = self.k_scales
-        of_scales = [] if shape.kv_dtype is None else [lazy_zeros(size[:-1], SCALE_DTYPE, device) for size in both]
-        if of_scales:
-            scales = [layer for group in of_scales for layer in group]
-            self.k_scales, self.v_scales = tuple(scales[:num_layers]), tuple(scales[num_layers:])
-        self._groups = tuple(as_bytes(group) for group in (*of_kv, *of_scales))
+        sizes = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for group in shape.kv]
+        are_latent = [group.latent_dim is not None for group in shape.kv]
+        keys, values = _keys_and_values(sizes, are_latent, shape.stored_kv_dtype, device)
+        value_dims = [group.latent_dim or group.head_dim for group in shape.kv]
+        self.k = _layers(keys)
+        self.v = _layers([group[..., -dim:] for group, dim in zip(values, value_dims, strict=True)])
+        self.k_scales: tuple[Tensor | None, ...] = (None,) * shape.num_kv_layers
+        self.v_scales: tuple[Tensor | None, ...] = self.k_scales
+        groups = [*keys, *values]
+        if shape.kv_dtype is not None:
+            of_keys, of_values = _keys_and_values([size[:-1] for size in sizes], are_latent, SCALE_DTYPE, device)
+            self.k_scales, self.v_scales = _layers(of_keys), _layers(of_values)
+            groups += [*of_keys, *of_values]
+        self._groups = tuple(as_bytes(group) for group in {id(group): group for group in groups}.values())
 
     def from_layer(self, first: int) -> KVPool:
         """Return a view on the same memory: the layers from ``first`` on, numbered from 0."""
@@ -197,6 +201,19 @@ class KVPool:
         only_row = torch.zeros(1, dtype=torch.int64)
         for group in self._groups:
             state_copy.compact(group[:, None], only_row, source[None], target[None])
+
+
+def _keys_and_values(
+    sizes: Sequence[tuple[int, ...]], are_latent: Sequence[bool], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Zeros for groups of keys, and for as many of values: in latent attention these are their keys."""
+    keys = [lazy_zeros(size, dtype, device) for size in sizes]
+    parts = zip(sizes, keys, are_latent, strict=True)
+    return keys, [of_keys if is_latent else lazy_zeros(size, dtype, device) for size, of_keys, is_latent in parts]
+
+
+def _layers(groups: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(layer for group in groups for layer in group)
 
 
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ class StateShape:
     value_dim: int
     conv_width: int
     plain_channels: int = 0  # that are convolved and enter no recurrence
+    decays_by_channel: bool = False  # a head has a decay for each of its K key channels, not one
 
     @classmethod
     def window(cls, channels: int, conv_width: int) -> StateShape:
@@ -35,6 +37,12 @@ class StateShape:
     def conv_channels(self) -> int:
         of_heads = 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
         return of_heads + self.plain_channels
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of a token's log decays: [Hv], or [Hv, K] by key channel."""
+        heads = self.num_value_heads
+        return (heads, self.key_dim) if self.decays_by_channel else (heads,)
 
     @property
     def num_values(self) -> int:
@@ -54,23 +62,27 @@ class StateShape:
         return (self.conv_width - 1) * self.conv_channels * dtype.itemsize
 
     def record_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a layer's records of one token: k, u and the log decay in float32, the convolution's input."""
-        floats = self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + 1)
+        """Bytes of a layer's records of one token: k, u and log decays in float32, the convolution's input."""
+        floats = self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim + math.prod(self.decay_shape)
         return 4 * floats + self.conv_channels * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Attention layers of one shape."""
+    """Attention layers of one shape.
+
+    Those of latent attention keep one row for a token, its key, whose last ``latent_dim`` numbers are its value too.
+    """
 
     num_layers: int
     num_heads: int
     head_dim: int
+    latent_dim: int | None = None
 
     def bytes_per_token(self, dtype: torch.dtype, has_scales: bool) -> int:
         """Bytes of a token's keys and values, with a float32 scale for each head of either where there are scales."""
         per_head = self.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if has_scales else 0)
-        return 2 * self.num_layers * self.num_heads * per_head
+        return (2 if self.latent_dim is None else 1) * self.num_layers * self.num_heads * per_head
 
 
 @dataclass(frozen=True, slots=True)

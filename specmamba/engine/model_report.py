@@ -23,7 +23,8 @@ from specmamba.engine.loading import load_models, load_tokenizer, require_target
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
-from specmamba.layers.gated_delta_net import GatedDeltaNet
+from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
+from specmamba.layers.latent_attention import HeadProducts, LatentAttention
 from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
@@ -32,7 +33,9 @@ from specmamba.models.base import DraftKind, LoadedModel, Models
 # The names of layers, in the order in which they are listed.
 KINDS: dict[type, str] = {
     Attention: "attention",
+    LatentAttention: "latent_attention",
     GatedDeltaNet: "gated_delta_net",
+    KimiDeltaAttention: "kimi_delta_attention",
     Mamba2: "mamba2",
     ShortConv: "short_convolution",
     MoE: "mixture_of_experts",
@@ -228,7 +231,7 @@ def _read_bytes(part: object, seen: set[int]) -> Iterator[int]:
     if id(part) in seen:
         return
     seen.add(id(part))
-    if isinstance(part, Linear):
+    if isinstance(part, Linear | HeadProducts):
         yield part.nbytes
         return
     if isinstance(part, MoE):

@@ -55,8 +55,12 @@ class Attention:
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
+        return self._out(self.attend(self._in(x), context))
+
+    def attend(self, projected: Tensor, context: LayerContext) -> Tensor:
+        """What is between the projections; ``PagedKV.attend`` has the shapes."""
         cos = sin = None
         if self._has_rotary:
             assert context.rotary is not None
             cos, sin = context.rotary.cos, context.rotary.sin
-        return self._out(context.kv.attend(self._kv_layer, self._in(x), self._form, cos, sin, context.packing))
+        return context.kv.attend(self._kv_layer, projected, self._form, cos, sin, context.packing)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import KVShape
-from specmamba.errors import UnsupportedModelError
+from specmamba.cache.shapes import KVShape, StateShape
+from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import paged_attention
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import GatedMLP
@@ -207,6 +207,30 @@ def one_product(
         if has_bias:
             biases.append(scaled(weights.take(f"{prefix}{name}.bias", size), scale))
     return weights.linear(matrices, torch.cat(biases) if has_bias else None)
+
+
+def convolution_by_tap(weights: Weights, prefix: str, state: StateShape) -> Tensor:
+    """Kernels of all channels of a delta net, [C, W] float32 stored by tap, as kernels read them.
+
+    They are stored in one tensor, or in three that follow each other. Published checkpoints have those of queries, keys
+    and values in the three; transformers, when it saves, may have three parts of one size.
+
+    Raises:
+        CheckpointError: a tensor is missing or misshapen.
+    """
+    float32, channels, width = torch.float32, state.conv_channels, state.conv_width
+    if weights.reader.has(f"{prefix}conv1d.weight"):
+        kernels = weights.take(f"{prefix}conv1d.weight", channels, 1, width, dtype=float32)
+    else:
+        names = [f"{prefix}{x}_conv1d.weight" for x in "qkv"]
+        sizes = [weights.reader.stored(name).shape[0] for name in names]
+        if sum(sizes) != channels:
+            given = ", ".join(names)
+            raise CheckpointError(f"{given} have {sizes} channels, together not the config's {channels}")
+        parts = zip(names, sizes, strict=True)
+        taken = [weights.take(name, size, 1, width, dtype=float32) for name, size in parts]
+        kernels = weights.keep_instead(torch.cat(taken), *taken)
+    return kernels.squeeze(1).t().contiguous().t()
 
 
 def require_silu(config: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
-from specmamba.errors import CheckpointError, UnsupportedModelError
+from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import delta_net, paged_attention
 from specmamba.layers.attention import Attention, NormedProjection
 from specmamba.layers.context import LayerContext
@@ -25,6 +25,7 @@ from specmamba.models.common_layers import (
     ATTENTION,
     RECURRENT,
     Heads,
+    convolution_by_tap,
     gated_mlp,
     number_layers,
     one_product,
@@ -135,7 +136,7 @@ class OlmoWeights(Weights):
             self.take(f"{prefix}{name}", s.num_value_heads, dtype=torch.float32) for name in ("A_log", "dt_bias")
         )
         weights = delta_net.Weights(
-            conv=self.convolution(prefix).squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
+            conv=convolution_by_tap(self, prefix, s),
             negative_a=-a_log.exp(),
             dt_bias=dt_bias,
             norm=self.take(f"{prefix}o_norm.weight", s.value_dim, dtype=torch.float32),
@@ -148,23 +149,6 @@ class OlmoWeights(Weights):
         parts = [self.take_matrix(f"{prefix}{x}_proj.weight", size, c.hidden_size) for x, size in sizes.items()]
         out = self.take_linear(f"{prefix}o_proj", c.hidden_size, value)
         return GatedDeltaNet(state_layer, s, self.linear(parts[:4], gates=parts[4:]), out, weights)
-
-    def convolution(self, prefix: str) -> Tensor:
-        """Kernels [C, 1, W] of all channels: stored in one tensor, or in three that follow each other.
-
-        Published checkpoints have those of queries, keys and values in the three; transformers, when it saves, three
-        parts of one size.
-        """
-        s, float32 = self.state_shape, torch.float32
-        channels, width = s.conv_channels, s.conv_width
-        if self.reader.has(f"{prefix}conv1d.weight"):
-            return self.take(f"{prefix}conv1d.weight", channels, 1, width, dtype=float32)
-        names = [f"{prefix}{x}_conv1d.weight" for x in "qkv"]
-        sizes = [self.reader.stored(name).shape[0] for name in names]
-        if sum(sizes) != channels:
-            raise CheckpointError(f"{', '.join(names)} have {sizes} channels, together not the config's {channels}")
-        taken = [self.take(name, size, 1, width, dtype=float32) for name, size in zip(names, sizes, strict=True)]
-        return self.keep_instead(torch.cat(taken), *taken)
 
 
 def _refuse_variants(config: Any) -> None:

@@ -13,7 +13,18 @@ from specmamba.checkpoints.checkpoint import read_config, read_eos_token_ids, te
 from specmamba.checkpoints.files import GGUF_FILE
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import ConfigError
-from specmamba.models import bamba, falcon_h1, granite_hybrid, lfm2, mamba2_family, nemotron_h, olmo_hybrid, qwen
+from specmamba.models import (
+    bailing_hybrid,
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    kimi_linear,
+    lfm2,
+    mamba2_family,
+    nemotron_h,
+    olmo_hybrid,
+    qwen,
+)
 from specmamba.models.base import LoadedModel, LoadOptions
 
 if TYPE_CHECKING:
@@ -32,9 +43,11 @@ class Family:
 
 
 ARCHITECTURES = {
+    "BailingHybridForCausalLM": Family(bailing_hybrid.load, bailing_hybrid.RENAMES),
     "BambaForCausalLM": Family(bamba.load, bamba.RENAMES),
     "FalconH1ForCausalLM": Family(falcon_h1.load, falcon_h1.RENAMES),
     "GraniteMoeHybridForCausalLM": Family(granite_hybrid.load, granite_hybrid.RENAMES),
+    "KimiLinearForCausalLM": Family(kimi_linear.load, kimi_linear.RENAMES),
     "Lfm2ForCausalLM": Family(lfm2.load, lfm2.RENAMES),
     "Lfm2MoeForCausalLM": Family(lfm2.load_moe, lfm2.RENAMES),
     "Mamba2ForCausalLM": Family(mamba2_family.load, mamba2_family.RENAMES),

@@ -35,9 +35,9 @@ class RecordPlan(VerifyPlan):
 class RecordBuffers(StateBuffers[RecordPlan]):
     """Records of every running row, sized by running requests and not by cache slots.
 
-    ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] are float32;
-    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the checkpoint's window. R is the capacity: what a verify adds
-    always fits, since rows that are too full fold first.
+    ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] (or, by key
+    channel, [layers, rows, R, Hv, K]) are float32; ``conv_inputs`` [layers, rows, W-1+R, C] starts with the window of
+    the checkpoint. R is the capacity: what a verify adds always fits, since rows that are too full fold first.
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         size = (layers, num_rows + 1, self.capacity)
         self.k = lazy_zeros((*size, s.num_key_heads, s.key_dim), torch.float32, device)
         self.u = lazy_zeros((*size, s.num_value_heads, s.value_dim), torch.float32, device)
-        self.decay = lazy_zeros((*size, s.num_value_heads), torch.float32, device)
+        self.decay = lazy_zeros((*size, *s.decay_shape), torch.float32, device)
         self._records = self.k, self.u, self.decay
         self.window = s.conv_width - 1
         of_inputs = layers, num_rows + 1, self.window + self.capacity, s.conv_channels

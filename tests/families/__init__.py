@@ -7,9 +7,11 @@ which writes the checkpoint and gives the transformers model, float32.
 from types import ModuleType
 
 from tests.families import (
+    bailing_hybrid,
     bamba,
     falcon_h1,
     granite_hybrid,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     mamba2,
@@ -21,9 +23,11 @@ from tests.families import (
 )
 
 FAMILIES: dict[str, ModuleType] = {
+    "bailing-hybrid": bailing_hybrid,
     "bamba": bamba,
     "falcon-h1": falcon_h1,
     "granite-hybrid": granite_hybrid,
+    "kimi-linear": kimi_linear,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
     "mamba2": mamba2,

@@ -50,6 +50,10 @@ def gated_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Ar
     return normal(*shape, seed=1), normal(*shape, seed=2, dtype=dtype), normal(width, seed=3), EPS
 
 
+def sigmoid_gated_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    return *gated_arguments(dtype, lead, width), True
+
+
 def silu_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
     return (normal(*lead, 2 * width, seed=1, dtype=dtype),)
 
@@ -69,6 +73,7 @@ CASES: list[tuple[str, Callable[..., Arguments]]] = [
     ("rms_norm", norm_arguments),
     ("rms_norm", head_norm_arguments),
     ("gated_rms_norm", gated_arguments),
+    ("gated_rms_norm", sigmoid_gated_arguments),
     ("silu_mul", silu_arguments),
     ("rotate", rotate_arguments),
     ("delta_inputs", delta_arguments),

@@ -28,6 +28,13 @@ from tests.tiny import write_tiny_checkpoint
 LAYERS: dict[str, dict[str, int]] = {
     "bamba": {"blocks": 4, "attention": 1, "mamba2": 3, "mlp": 4},
     "falcon-h1": {"blocks": 3, "attention": 3, "mamba2": 3, "mlp": 3},
+    "kimi-linear": {
+        "blocks": 4,
+        "latent_attention": 1,
+        "kimi_delta_attention": 3,
+        "mixture_of_experts": 2,
+        "mlp": 2,
+    },
     "lfm2": {"blocks": 4, "attention": 1, "short_convolution": 3, "mlp": 4},
     "olmo-hybrid": {"blocks": 4, "attention": 1, "gated_delta_net": 3, "mlp": 4},
     "mamba2": {"blocks": 3, "mamba2": 3},

@@ -32,9 +32,11 @@ PACKED = (
     OneDNNWeight,
 )
 TIED = {
+    "bailing-hybrid": "unbounded",
     "bamba": "biased-tied",
     "falcon-h1": "norm-after-gate",
     "granite-hybrid": "no-experts",
+    "kimi-linear": "latent-queries",
     "lfm2": "biased-tied",
     "lfm2-moe": "tied",
     "mamba2": "biased-tied",

@@ -15,13 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config, FalconH1ForCausalLM, Lfm2Config, Lfm2ForCausalLM
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+)
 
 from specmamba import LLM, SamplingParams
 from specmamba.cli import main
 from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
-from tests.families import falcon_h1, lfm2
+from tests.families import falcon_h1, kimi_linear, lfm2
 from tests.families.checkpoints import write_checkpoint
 from tests.pairwise import IS_FULL
 from tests.repository import ROOT
@@ -50,7 +57,8 @@ def generate(**flags: Any) -> list[list[int]]:
         runner = llm.engine.runner
         if runner.graph_runner is not None:
             runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
-        assert gpu.runs_on(torch.device("cpu")) == llm.engine.model.cache_shape.folds_in_verify
+        shape = llm.engine.model.cache_shape
+        assert shape.folds_in_verify == (gpu.runs_on(torch.device("cpu")) and not shape.state.decays_by_channel)
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]
 
@@ -92,6 +100,15 @@ def test_short_convolutions_with_drafts(tmp_path: Path, state: str) -> None:
     write_checkpoint(tmp_path / "model", Lfm2ForCausalLM(Lfm2Config(**settings)), seed=3)
     flags = {"model": str(tmp_path / "model"), "speculative_state": state, "speculative_algorithm": "ngram"}
     assert generate_interpreted(**flags) == generate(**flags)
+
+
+def test_what_has_no_form_in_triton_runs_beside_what_has(tmp_path: Path) -> None:
+    """Decays by key channel and latent attention."""
+    layers = {"layer_types": [kimi_linear.LINEAR, kimi_linear.FULL], "mlp_layer_types": ["dense", "sparse"]}
+    config = KimiLinearConfig(**kimi_linear.DEFAULTS | layers, num_hidden_layers=2)
+    write_checkpoint(tmp_path / "model", KimiLinearForCausalLM(config), seed=3)
+    flags = {"model": str(tmp_path / "model"), "speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+    assert generate_interpreted(**flags, cuda_graph_max_bs=2) == generate(**flags)
 
 
 def test_a_checkpoint_in_codes(tmp_path: Path) -> None:

@@ -37,17 +37,19 @@ def make_buffers_and_trees(
     shapes: tuple[str, ...] = SHAPES,
     dtype: torch.dtype = torch.float32,
     plain_channels: int = 0,
+    has_channels: bool = False,
 ) -> tuple[Buffers, Trees]:
     """Of heads (Hk, Hv, K, V), for one tree per entry of ``pending``; rows and slots lie in no order."""
     (hk, hv, key_dim, value_dim), batch, offset = heads, len(pending), max(pending)
     channels, capacity = 2 * hk * key_dim + hv * value_dim + plain_channels, offset + nodes + 2
+    of_decay = (hv, key_dim) if has_channels else (hv,)
     rows, slots = torch.randperm(NUM_ROWS)[:batch], torch.randperm(NUM_SLOTS)[:batch]
     buffers = Buffers(
         states=torch.full((NUM_SLOTS, hv, key_dim, value_dim), torch.nan),
         conv_inputs=torch.full((NUM_ROWS, width - 1 + capacity, channels), torch.nan, dtype=dtype),
         k=torch.full((NUM_ROWS, capacity, hk, key_dim), torch.nan),
         u=torch.full((NUM_ROWS, capacity, hv, value_dim), torch.nan),
-        decay=torch.full((NUM_ROWS, capacity, hv), torch.nan),
+        decay=torch.full((NUM_ROWS, capacity, *of_decay), torch.nan),
     )
     parents = batch_of_parents(tuple(shapes[b % len(shapes)] for b in range(batch)), nodes, seed=nodes)
     relative, index = tree.conv_index(parents, width), torch.empty(batch, nodes, width, dtype=torch.int64)
@@ -56,7 +58,7 @@ def make_buffers_and_trees(
         buffers.conv_inputs[row, : width - 1 + count].normal_()
         buffers.k[row, :count] = torch.nn.functional.normalize(torch.randn(count, hk, key_dim), dim=-1)
         buffers.u[row, :count].normal_()
-        buffers.decay[row, :count] = -torch.rand(count, hv)
+        buffers.decay[row, :count] = -torch.rand(count, *of_decay)
         index[b] = relative[b] + width - 1 + torch.where(relative[b] >= 0, offset, count)
     return buffers, Trees(rows, slots, index, torch.tensor(pending), offset, mask_of(parents))
 

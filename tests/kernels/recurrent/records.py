@@ -26,7 +26,7 @@ class Records(NamedTuple):
 
     k: Tensor  # [B, R, Hk, K]
     u: Tensor  # [B, R, Hv, V]
-    decay: Tensor  # [B, R, Hv]
+    decay: Tensor  # [B, R, Hv] or [B, R, Hv, K]
 
     def clone(self, dtype: torch.dtype = torch.float32) -> Records:
         return Records(*(x.to(dtype, copy=True) for x in self))
@@ -38,18 +38,27 @@ def make_state(batch: int, heads: tuple[int, int, int, int], seed: int) -> Tenso
 
 
 def make_records(
-    batch: int, capacity: int, heads: tuple[int, int, int, int], num_pending: Tensor, seed: int
+    batch: int,
+    capacity: int,
+    heads: tuple[int, int, int, int],
+    num_pending: Tensor,
+    seed: int,
+    has_channels: bool = False,
 ) -> Records:
-    """Plausible pending records; all the others hold finite rubbish that overflows if it is exponentiated."""
+    """Plausible pending records; all the others hold finite rubbish that overflows if it is exponentiated.
+
+    ``has_channels``: with a log decay for each key channel.
+    """
     (hk, hv, key_dim, value_dim), gen = heads, torch.Generator().manual_seed(seed)
     k = torch.nn.functional.normalize(torch.randn(batch, capacity, hk, key_dim, generator=gen), dim=-1)
     u = torch.randn(batch, capacity, hv, value_dim, generator=gen)
-    g = -torch.nn.functional.softplus(torch.randn(batch, capacity, hv, generator=gen) - 1)
+    of_decay = (hv, key_dim) if has_channels else (hv,)
+    g = -torch.nn.functional.softplus(torch.randn(batch, capacity, *of_decay, generator=gen) - 1)
     pending = torch.arange(capacity) < num_pending[:, None]
     return Records(
         torch.where(pending[..., None, None], k, 1e3),
         torch.where(pending[..., None, None], u, -1e3),
-        torch.where(pending[..., None], g, 500.0),
+        torch.where(pending.view(batch, capacity, *[1] * len(of_decay)), g, 500.0),
     )
 
 
@@ -72,7 +81,9 @@ def check_rounds(
         seed: of tokens, trees and paths.
     """
     rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], len(checkpoint), 7, 12, 5
-    start, records = checkpoint.double(), make_records(batch, node_offset + nodes, heads, torch.zeros(batch), seed)
+    has_channels = make_tokens(1, heads, 0).g.dim() == 4
+    start, none = checkpoint.double(), torch.zeros(batch)
+    records = make_records(batch, node_offset + nodes, heads, none, seed, has_channels)
     num_pending = torch.zeros(batch, dtype=torch.int64)
     accepted: list[list[Any]] = [[] for _ in range(batch)]  # every accepted token so far, per row
     for round_ in range(rounds):

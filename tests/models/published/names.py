@@ -236,6 +236,48 @@ def olmo(c: dict[str, Any]) -> Tensors:
         yield f"{p}o_proj.weight", (hidden, value)
 
 
+def kimi(c: dict[str, Any]) -> Tensors:
+    hidden, heads, rank, linear = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["linear_attn_config"]
+    nope, shared, value = (c[x] for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    size, inner = linear["head_dim"], linear["num_heads"] * linear["head_dim"]
+    yield from ((name, (c["vocab_size"], hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    yield from norms("model.", hidden, "norm")
+
+    def delta(p: str) -> Tensors:
+        yield from ((f"{p}{x}_proj.weight", (inner, hidden)) for x in "qkv")
+        yield from ((f"{p}{x}_conv1d.weight", (inner, 1, linear["short_conv_kernel_size"])) for x in "qkv")
+        for x in "fg":
+            yield from ((f"{p}{x}_a_proj.weight", (size, hidden)), (f"{p}{x}_b_proj.weight", (inner, size)))
+        yield f"{p}b_proj.weight", (linear["num_heads"], hidden)
+        yield from ((f"{p}A_log", (1, 1, linear["num_heads"], 1)), (f"{p}dt_bias", (inner,)))
+        yield from norms(p, size, "o_norm")
+        yield f"{p}o_proj.weight", (hidden, inner)
+
+    def latent(p: str) -> Tensors:
+        yield f"{p}q_proj.weight", (heads * (nope + shared), hidden)
+        yield f"{p}kv_a_proj_with_mqa.weight", (rank + shared, hidden)
+        yield from norms(p, rank, "kv_a_layernorm")
+        yield f"{p}kv_b_proj.weight", (heads * (nope + value), rank)
+        yield f"{p}o_proj.weight", (hidden, heads * value)
+
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "input_layernorm", "post_attention_layernorm")
+        yield from (latent if i + 1 in linear["full_attn_layers"] else delta)(f"{p}self_attn.")
+        if i < c["first_k_dense_replace"]:
+            yield from mlp(f"{p}mlp.", hidden, c["intermediate_size"])
+            continue
+        p, expert = f"{p}block_sparse_moe.", c["moe_intermediate_size"]
+        yield from (
+            (f"{p}gate.weight", (c["num_experts"], hidden)),
+            (f"{p}gate.e_score_correction_bias", (c["num_experts"],)),
+        )
+        yield from mlp(f"{p}shared_experts.", hidden, expert * c["num_shared_experts"])
+        for e in range(c["num_experts"]):
+            yield from ((f"{p}experts.{e}.{x}.weight", (expert, hidden)) for x in ("w1", "w3"))
+            yield f"{p}experts.{e}.w2.weight", (hidden, expert)
+
+
 def pure_mamba(c: dict[str, Any]) -> Tensors:
     hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
     yield from ((name, (c["vocab_size"], hidden)) for name in names)

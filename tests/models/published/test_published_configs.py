@@ -18,7 +18,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from tests.models.published.names import Tensors, bamba, falcon, granite, lfm2, nemotron, olmo, pure_mamba, qwen
+from tests.models.published.names import Tensors, bamba, falcon, granite, kimi, lfm2, nemotron, olmo, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
@@ -222,6 +222,47 @@ OLMO_HYBRID = {
     "rope_parameters": {"rope_theta": None},
     "tie_word_embeddings": False,
     "vocab_size": 100352,
+}
+
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
 }
 
 MODELS = {
@@ -433,6 +474,14 @@ MODELS = {
     "Olmo-Hybrid-7B": Published(
         OLMO_HYBRID, olmo, 7_430_870_688, (KVShape(8, 30, 128),), 24, StateShape(30, 30, 96, 192, 4)
     ),
+    "Kimi-Linear-48B-A3B": Published(
+        KIMI_LINEAR,
+        kimi,
+        49.12e9,
+        (KVShape(7, 1, 576, 512),),
+        20,
+        StateShape(32, 32, 128, 128, 4, decays_by_channel=True),
+    ),
     "Mamba-Codestral-7B": Published(
         {
             "architectures": ["Mamba2ForCausalLM"],
@@ -484,4 +533,4 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    assert limits == (set() if name.startswith(("Qwen", "LFM2", "Olmo")) else {(0.0, INF)})
+    assert limits == (set() if name.startswith(("Qwen", "LFM2", "Olmo", "Kimi")) else {(0.0, INF)})
