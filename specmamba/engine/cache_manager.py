@@ -91,12 +91,12 @@ class CacheManager:
         return self.cache.peek(request.key(), request.extra_key, request.owner.tenant)[0] if self.is_on else 0
 
     def is_loading(self, request: Request) -> bool:
-        """Whether a waiting request's prefix is on its way from the disk; begins that where the disk has one."""
+        """Whether a waiting request's prefix is on its way from a tier; begins that where one has more than the pools."""
         if self.tiers is None or not self.is_on or request.must_read_prompt or request.must_compute:
             return False
-        return self.tiers.is_loading(request.disk_wish, request.key(), request.extra_key, request.owner.tenant)
+        return self.tiers.is_loading(request.tier_wish, request.key(), request.extra_key, request.owner.tenant)
 
-    def wait_for_disk(self) -> None:
+    def wait_for_tiers(self) -> None:
         """Wait a short time for prefixes that are loaded, if there are any."""
         if self.tiers is not None:
             self.tiers.wait()
@@ -180,7 +180,7 @@ class CacheManager:
     def release(self, request: Request) -> None:
         """Free all memory that a request still holds."""
         if self.tiers is not None:
-            self.tiers.cancel(request.disk_wish)
+            self.tiers.cancel(request.tier_wish)
         if request.row is not None:
             self.pools.state_buffers.end(request.row)
             self.pools.counts.end(request.row)
@@ -342,8 +342,9 @@ def build_tiers(
         transfer.layout,
         int(config.hicache_size * (1 << 30)),
         pools.table.max_positions,
+        config.hicache_write_policy,
     )
-    return PrefixTiers(cache, pools.kv, pools.states, transfer, disk, config.hicache_write_policy)
+    return PrefixTiers(cache, pools.kv, pools.states, transfer, [disk], disk.hasher)
 
 
 def _identity(config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan) -> dict[str, str]:

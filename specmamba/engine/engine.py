@@ -125,7 +125,7 @@ class Engine:
         # last, so that nothing of what was measured is written
         tiers = build_tiers(config, folder, self.models, self.draft_plan, self.cache_manager)
         self.cache_manager.tiers = tiers
-        graph_lines += [] if tiers is None else [tiers.describe_line()]
+        graph_lines += [] if tiers is None else tiers.describe_lines()
         for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
@@ -295,7 +295,7 @@ class Engine:
             self.preempt(yielding)
             deltas += self._admit()
         if not self.scheduler.num_running:
-            self.cache_manager.wait_for_disk()
+            self.cache_manager.wait_for_tiers()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
-from specmamba.cache.tiers.prefix_tiers import DiskWish
+from specmamba.cache.tiers.prefix_tiers import TierWish
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.errors import GrammarError
@@ -120,7 +120,7 @@ class Request:
     follower: GrammarFollower | None = None  # follows the output through its grammar
     predicted: PredictedText | None = None  # that the output may repeat
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
-    disk_wish: DiskWish = field(default_factory=DiskWish)
+    tier_wish: TierWish = field(default_factory=TierWish)
     must_compute: bool = False  # ignore the prefix cache: memory does not hold the request and its cached prefix
     prompt_array: NDArray[np.int64] = field(init=False)
 

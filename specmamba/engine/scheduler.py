@@ -13,7 +13,7 @@ from typing import Literal
 
 from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
-from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import EngineConfig
 from specmamba.core import SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
@@ -75,7 +75,7 @@ class EngineStats:
     spec: SpecStats
     prefix_cache: CacheStats
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
-    disk: DiskStats | None = None  # None: no prefixes are on disk
+    disk: TierStats | None = None  # None: no prefixes are on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +231,7 @@ class Scheduler:
     def stats(self, pools: Pools, spec: SpecStats) -> EngineStats:
         """Return the numbers of these queues and of ``pools`` now, beside the figures of speculation."""
         cache = self._cache.cache
+        tiers = {} if self._cache.tiers is None else self._cache.tiers.stats()
         return EngineStats(
             num_running=self.num_running,
             num_waiting=len(self.waiting),
@@ -243,7 +244,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             spec=spec,
             prefix_cache=cache.stats,
-            disk=None if self._cache.tiers is None else self._cache.tiers.stats(),
+            disk=tiers.get("disk"),
         )
 
     def stats_of(self, tenant: str | None, spec: SpecStats) -> TenantStats:

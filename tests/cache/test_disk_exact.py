@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.tiers import prefix_tiers
-from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers import disk_tier
+from specmamba.cache.tiers.disk_tier import DiskTier
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Owner, RequestOutput
@@ -65,7 +66,13 @@ def tiers(llm: LLM) -> PrefixTiers:
     return llm.engine.cache_manager.tiers
 
 
-def stats(llm: LLM) -> DiskStats:
+def disk_of(llm: LLM) -> DiskTier:
+    (disk,) = tiers(llm).tiers
+    assert isinstance(disk, DiskTier)
+    return disk
+
+
+def stats(llm: LLM) -> TierStats:
     disk = llm.engine.stats().disk
     assert disk is not None
     return disk
@@ -167,7 +174,7 @@ def test_faults_of_the_disk_are_misses(
         if file.is_dir():
             file.rmdir()
     llm.engine.flush_cache()
-    tiers(llm)._disk._scan()
+    disk_of(llm)._scan()
     assert run(llm, prompt).token_ids == cold.token_ids
     check_pools(llm)
 
@@ -227,7 +234,7 @@ def test_loads_wait_for_each_other_where_they_would_hold_too_much(
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     expected = [output.token_ids for output in llm.generate(chosen, params)]
     forget(llm)
-    monkeypatch.setattr(prefix_tiers, "MAX_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(disk_tier, "MAX_BYTES_IN_FLIGHT", 1)
     most, before = 0, stats(llm)
     for number, text in enumerate(chosen):
         llm.engine.add_request(str(number), text, params)
@@ -264,7 +271,7 @@ def test_two_engines_on_one_folder(tmp_path: Path, prompts: list[Tokens]) -> Non
     flags: dict[str, Any] = {"hicache_size": size / (1 << 30), "max_mamba_cache_size": 8}
     with new_llm(folder, "ngram", **flags) as one, new_llm(folder, "ngram", **flags) as other:
         for turn, llm in zip(range(8), itertools.cycle((one, other))):
-            tiers(llm)._disk._scan()  # so that this turn knows what the last one has written
+            disk_of(llm)._scan()  # so that this turn knows what the last one has written
             for number in (turn % 6, (turn + 1) % 6):  # the second one is the other engine's next text
                 assert run(llm, chosen[number]).token_ids == expected[number]
                 assert tiers(llm).drain()

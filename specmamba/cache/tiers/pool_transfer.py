@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.prefix.node import TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
-from specmamba.cache.tiers.entry import Bytes, Entry, EntryLayout, Part
+from specmamba.cache.tiers.entry import Buffers, Bytes, Entry, EntryLayout, Part
 
 
 class PoolTransfer:
@@ -31,7 +31,9 @@ class PoolTransfer:
         state = [_part(name, each, (len(each), *each.shape[2:])) for name, each in names]
         self.layout = EntryLayout(dict(identity), tuple(tokens), tuple(state))
 
-    def take(self, key: bytes, parent: bytes, start: int, slots: TokenSlots, state_slot: int) -> Entry:
+    def take(
+        self, key: bytes, parent: bytes, start: int, slots: TokenSlots, state_slot: int, into: Buffers
+    ) -> Entry:
         """Copy a segment out of the pools.
 
         Args:
@@ -39,6 +41,7 @@ class PoolTransfer:
             start: position of its first token.
             slots: [n] int64, token slots of its KV.
             state_slot: has the prefix cache's state after the last token.
+            into: memory of the size of ``n`` tokens, which the entry has.
 
         Raises:
             StateOwnershipError: the slot holds another state.
@@ -46,9 +49,11 @@ class PoolTransfer:
         end = start + len(slots)
         self._states.check(state_slot, PREFIX_CACHE, end)
         index = torch.from_numpy(slots).to(self._kv.groups[0].device if self._kv.groups else "cpu")
-        tokens = tuple(_bytes_of(group.index_select(1, index)) for group in self._kv.groups)
-        state = tuple(_bytes_of(each[:, state_slot].clone()) for each in self._states.tensors)
-        return Entry(self.layout, key, parent, start, end, tokens, state)
+        for group, target in zip(self._kv.groups, into[0], strict=True):
+            _copy_bytes(group.index_select(1, index), target)
+        for each, target in zip(self._states.tensors, into[1], strict=True):
+            _copy_bytes(each[:, state_slot], target)
+        return Entry(self.layout, key, parent, start, end, *into)
 
     def put_tokens(self, entries: Sequence[Entry], start: int, slots: TokenSlots) -> None:
         """Copy KV of positions [start, start + n) into token slots [n] of the pool.
@@ -83,11 +88,9 @@ def _part(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Part:
     return Part(name, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize, shape)
 
 
-def _bytes_of(tensor: Tensor) -> Bytes:
-    """Copy a tensor to the host, as bytes; one that was made for this is not copied again."""
-    flat = tensor.contiguous().cpu().reshape(-1)
-    array: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
-    return array
+def _copy_bytes(source: Tensor, target: Bytes) -> None:
+    """Copy a tensor to the host, as bytes; this waits until they are there."""
+    _tensor(target, source.dtype, source.shape).copy_(source)
 
 
 def _tensor(given: Bytes, dtype: torch.dtype, size: Sequence[int]) -> Tensor:

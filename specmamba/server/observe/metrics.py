@@ -25,7 +25,7 @@ from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
-    from specmamba.cache.tiers.disk_stats import DiskStats
+    from specmamba.cache.tiers.tier_stats import TierStats
     from specmamba.engine.scheduler import EngineStats
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -85,7 +85,7 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
         yield from _disk_metrics(stats.disk)
 
 
-def _disk_metrics(disk: DiskStats) -> Iterator[Metric]:
+def _disk_metrics(disk: TierStats) -> Iterator[Metric]:
     """The prefixes on disk: what there is, what requests got of it, and what was written."""
     gauges = {
         "entries": ("Entries in the folder of prefixes", disk.num_entries),
@@ -135,7 +135,7 @@ def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
 
 
 def _counters(
-    prefix: str, stats: CacheStats | DiskStats | SizingStats | SpecStats, texts: Mapping[str, str]
+    prefix: str, stats: CacheStats | TierStats | SizingStats | SpecStats, texts: Mapping[str, str]
 ) -> Iterator[Metric]:
     """One counter for each of these attributes of ``stats``, given with their help texts."""
     for name, text in texts.items():
