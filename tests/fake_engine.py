@@ -115,7 +115,8 @@ class FakeStats:
     spec: SpecStats = field(default_factory=SpecStats)
     sizing: SizingStats | None = None  # None: drafts of a fixed size
     prefix_cache: CacheStats = CACHE_STATS
-    disk: TierStats | None = None  # None: no prefixes on disk
+    host: TierStats | None = None  # None: no prefixes in host memory,
+    disk: TierStats | None = None  # or on disk
 
 
 @dataclass

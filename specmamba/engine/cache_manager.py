@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -13,18 +12,11 @@ from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
 from specmamba.cache.prefix.node import Match
 from specmamba.cache.state_pool import PREFIX_CACHE
-from specmamba.cache.tiers.disk_tier import DiskTier
-from specmamba.cache.tiers.entry_folder import EntryFolder
-from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
-from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
 from specmamba.config import EngineConfig
-from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.request import Request
-from specmamba.models.base import LoadedModel, Models
+from specmamba.models.base import LoadedModel
 from specmamba.verify.pools import Pools
-
-WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
 
 
 class CacheManager:
@@ -91,7 +83,7 @@ class CacheManager:
         return self.cache.peek(request.key(), request.extra_key, request.owner.tenant)[0] if self.is_on else 0
 
     def is_loading(self, request: Request) -> bool:
-        """Whether a waiting request's prefix is on its way from a tier; begins that where one has more than the pools."""
+        """Whether a waiting request's prefix is on its way from a tier; begins that where one has more of it."""
         if self.tiers is None or not self.is_on or request.must_read_prompt or request.must_compute:
             return False
         return self.tiers.is_loading(request.tier_wish, request.key(), request.extra_key, request.owner.tenant)
@@ -189,6 +181,15 @@ class CacheManager:
         if request.node is not None:
             self.cache.unlock(request.node)
             request.node = None
+
+    def flush(self) -> int:
+        """Drop every cached prefix that no running request uses, also in host memory; returns the number of tokens.
+
+        What is on disk stays; the tokens are those of the tree.
+        """
+        if self.tiers is not None:
+            self.tiers.forget()
+        return self.cache.reset()
 
     def close(self) -> None:
         """Write what is still to be written to disk, and end the threads that do it."""
@@ -317,55 +318,3 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
     cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
     return CacheManager(pools, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)
-
-
-def require_disk_folder(config: EngineConfig) -> None:
-    """Raise ConfigError if there is a folder for prefixes that cannot be used; it is made if need be."""
-    if config.hicache_storage_dir is not None:
-        EntryFolder.open(config.hicache_storage_dir.expanduser())
-
-
-def build_tiers(
-    config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan, manager: CacheManager
-) -> PrefixTiers | None:
-    """Put a folder on disk below an engine's prefix cache, if the flags name one.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
-    if config.hicache_storage_dir is None:
-        return None
-    pools, cache = manager.pools, manager.cache
-    transfer = PoolTransfer(pools.kv, pools.states, _identity(config, folder, models, drafts))
-    disk = DiskTier(
-        config.hicache_storage_dir.expanduser(),
-        transfer.layout,
-        int(config.hicache_size * (1 << 30)),
-        pools.table.max_positions,
-        config.hicache_write_policy,
-    )
-    return PrefixTiers(cache, pools.kv, pools.states, transfer, [disk], disk.hasher)
-
-
-def _identity(config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan) -> dict[str, str]:
-    """Return what decides the numbers in KV, states and features beside their shapes and types."""
-    target = models.target
-    own = {
-        "architecture": target.architecture,
-        "kv": str(target.cache_shape.stored_kv_dtype).removeprefix("torch."),
-        "dtype": str(target.cache_shape.dtype).removeprefix("torch."),
-        "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
-        "quantization": f"{config.quantization} {config.quantization_group_size}",
-    }
-    if drafts.algorithm in ("none", "ngram"):
-        return own
-    path = config.speculative_draft_model_path
-    of_draft = {
-        "draft": drafts.algorithm,
-        "draft_quantization": config.speculative_draft_model_quantization,
-        "draft_modules": str(min(getattr(target.draft_head, "num_modules", 1), drafts.num_steps)),
-    }
-    if path is not None:
-        draft_folder = resolve_checkpoint(path, config.speculative_draft_model_revision)
-        of_draft["draft_weights"] = digest_of_checkpoint(draft_folder, WEIGHT_SAMPLES)
-    return own | of_draft

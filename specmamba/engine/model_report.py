@@ -295,7 +295,7 @@ def describe_engine(
         "prefix_cache": memory.caches_prefixes,
         "prefix_cache_strategy": config.mamba_radix_cache_strategy,
         "prefix_cache_eviction": config.cache_eviction,
-        **_describe_disk(config),
+        **_describe_tiers(config),
         "versions": {
             "specmamba": version("specmamba"),
             "torch": torch.__version__,
@@ -305,13 +305,16 @@ def describe_engine(
     }
 
 
-def _describe_disk(config: EngineConfig) -> dict[str, object]:
-    """Return the settings of prefixes on disk; none where there are none."""
+def _describe_tiers(config: EngineConfig) -> dict[str, object]:
+    """Return the settings of prefixes below the pools; those of the disk only where there is one."""
+    host: dict[str, object] = {
+        name: value for name in ("hicache_ratio", "hicache_size") if (value := getattr(config, name))
+    }
     if config.hicache_storage_dir is None:
-        return {}
-    return {
+        return host
+    return host | {
         "hicache_storage_dir": str(config.hicache_storage_dir),
-        "hicache_size": config.hicache_size,
+        "hicache_storage_size": config.hicache_storage_size,
         "hicache_write_policy": config.hicache_write_policy,
     }
 

@@ -75,7 +75,8 @@ class EngineStats:
     spec: SpecStats
     prefix_cache: CacheStats
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
-    disk: TierStats | None = None  # None: no prefixes are on disk
+    host: TierStats | None = None  # None: no prefixes are in host memory,
+    disk: TierStats | None = None  # or on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             spec=spec,
             prefix_cache=cache.stats,
+            host=tiers.get("host"),
             disk=tiers.get("disk"),
         )
 

@@ -39,8 +39,10 @@ class EngineFlags(TypedDict, total=False):
     mamba_track_interval: int
     cache_eviction: Literal["lru", "flops"]
     enable_hierarchical_cache: bool
-    hicache_storage_dir: str | Path | None
+    hicache_ratio: float | None
     hicache_size: float
+    hicache_storage_dir: str | Path | None
+    hicache_storage_size: float
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"]
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_max_overtakes: int

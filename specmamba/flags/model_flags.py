@@ -23,8 +23,9 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 
 # Flags that mean nothing without prefixes on disk, and without a prefix cache.
-DISK_FLAGS = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
-PREFIX_CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *DISK_FLAGS)
+DISK_FLAGS = ("hicache_storage_size", "hicache_write_policy")
+TIER_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_storage_dir", *DISK_FLAGS)
+PREFIX_CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *TIER_FLAGS)
 
 _STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
 
@@ -141,12 +142,24 @@ class ModelFlags(CommandLine):
         Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),
     ] = "lru"
     enable_hierarchical_cache: Annotated[
-        bool, Field(description="keep prefixes on disk too; --hicache-storage-dir says where, and implies this")
+        bool, Field(description="keep prefixes that the pools have no room for; the flags that say where imply this")
     ] = False
+    hicache_ratio: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1024,
+            description="host memory for prefixes, by the bytes of the pools; none: 0, or 2 on a GPU with "
+            "--enable-hierarchical-cache",
+        ),
+    ] = None
+    hicache_size: Annotated[
+        float, Field(ge=0, le=1 << 20, description="GiB of host memory for prefixes; 0: by --hicache-ratio")
+    ] = 0.0
     hicache_storage_dir: Annotated[
         Path | None, Field(description="a folder for prefixes that memory has no room for and that outlive the process")
     ] = None
-    hicache_size: Annotated[
+    hicache_storage_size: Annotated[
         float, Field(gt=0, le=1 << 20, description="GiB that the files of --hicache-storage-dir take at the most")
     ] = 16.0
     hicache_write_policy: Annotated[
@@ -200,6 +213,8 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
     if config.hicache_storage_dir is None and (given := is_given(*DISK_FLAGS)):
         return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
+    if config.hicache_size and is_given("hicache_ratio"):
+        return "--hicache-ratio, --hicache-size: both are the size of host memory for prefixes: drop one of them"
     if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
     if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):

@@ -17,8 +17,8 @@ import pytest
 from specmamba import LLM, SamplingParams
 from specmamba.cache.tiers import disk_tier
 from specmamba.cache.tiers.disk_tier import DiskTier
-from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Owner, RequestOutput
 from specmamba.models.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def tiers(llm: LLM) -> PrefixTiers:
 
 
 def disk_of(llm: LLM) -> DiskTier:
-    (disk,) = tiers(llm).tiers
+    disk = tiers(llm).tiers[-1]
     assert isinstance(disk, DiskTier)
     return disk
 
@@ -129,6 +129,60 @@ def test_texts_and_drafts_are_those_of_a_cold_run(
         assert output.token_ids == cold.token_ids
         assert output.spec == cold.spec
     assert turn.token_ids == without_cache(drafts, turn.prompt_token_ids).token_ids
+
+
+@pytest.mark.fast_cases("tree")
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_texts_are_the_same_from_every_tier(drafts: str, prompt: Tokens, prompts: list[Tokens], tmp_path: Path) -> None:
+    """Cold, from the pools, from host memory, from disk after a restart, and the parts of a text from all three."""
+    flags: dict[str, Any] = {"hicache_write_policy": "write_back", "hicache_size": 0.02, "page_size": 4}
+    cold = without_cache(drafts, prompt, page_size=4)
+    longer = prompt + cold.token_ids + next(each for each in prompts if len(each) > 40)[:40]
+    with new_llm(tmp_path / "prefixes", drafts, **flags) as llm:
+        outputs = [run(llm, prompt), run(llm, prompt)]
+        llm.engine.cache_manager.cache.evict_states(64)
+        outputs.append(run(llm, prompt))
+        host, disk = llm.engine.stats().host, stats(llm)
+        assert host is not None
+        assert (host.hits, host.hit_tokens, host.evictions) == (1, len(prompt) - 1, 0)
+        assert (disk.hits, disk.writes) == (0, 0)
+        check_pools(llm)
+    with new_llm(tmp_path / "prefixes", drafts, **flags) as llm:
+        outputs.append(run(llm, prompt))
+        assert stats(llm).hit_tokens == outputs[-1].num_cached_tokens == len(prompt) - 1
+        turn = run(llm, longer)
+        llm.engine.cache_manager.cache.evict_states(64)
+        again = run(llm, longer)
+        host = llm.engine.stats().host
+        assert host is not None
+        assert host.hits == 1
+        assert again.num_cached_tokens > len(longer) - 16  # shorter segments are not worth a state
+        check_pools(llm)
+    assert [(each.token_ids, each.spec) for each in outputs] == [(cold.token_ids, cold.spec)] * 4
+    assert turn.token_ids == again.token_ids == without_cache(drafts, longer, page_size=4).token_ids
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_host_memory_has_no_room_for_is_on_disk(policy: str, prompts: list[Tokens], tmp_path: Path) -> None:
+    """Prefixes in pools for a few of them, host memory for a few more, and the rest on disk; none is lost."""
+    chosen = [each[:90] for each in prompts if len(each) >= 90][:8]
+    with new_llm(None, "ngram", disable_radix_cache=True) as llm:
+        expected = [run(llm, text).token_ids for text in chosen]
+    flags: dict[str, Any] = {"context_length": 200, "max_total_tokens": 300, "max_mamba_cache_size": 5}
+    sizes = {"hicache_size": 0.004, "hicache_write_policy": policy}
+    with new_llm(tmp_path / "prefixes", "ngram", **flags, **sizes) as llm:
+        for turn in range(3):
+            for text, tokens in zip(chosen, expected, strict=True):
+                output = run(llm, text)
+                assert output.token_ids == tokens
+                assert output.num_cached_tokens == (0 if turn == 0 else len(text) - 1)
+            assert tiers(llm).drain()
+        host, disk = llm.engine.stats().host, stats(llm)
+        assert host is not None
+        assert host.num_bytes <= host.max_bytes
+        assert (host.hits + disk.hits, host.evictions > 0, disk.hits > 0) == (16, True, True)
+        assert not any((*host.lost_writes.values(), *disk.lost_writes.values()))
+        check_pools(llm)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +322,7 @@ def test_two_engines_on_one_folder(tmp_path: Path, prompts: list[Tokens]) -> Non
     with new_llm(None, "ngram", disable_radix_cache=True) as llm:
         expected = [run(llm, text).token_ids for text in chosen]
     size = 5 << 20
-    flags: dict[str, Any] = {"hicache_size": size / (1 << 30), "max_mamba_cache_size": 8}
+    flags: dict[str, Any] = {"hicache_storage_size": size / (1 << 30), "max_mamba_cache_size": 8}
     with new_llm(folder, "ngram", **flags) as one, new_llm(folder, "ngram", **flags) as other:
         for turn, llm in zip(range(8), itertools.cycle((one, other))):
             disk_of(llm)._scan()  # so that this turn knows what the last one has written

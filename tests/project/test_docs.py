@@ -215,7 +215,7 @@ def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
 def test_operations_has_every_metric() -> None:
     sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.1, 0.0, 0, (1.0,), "off")
     disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
-    stats = replace(FakeEngine().stats(), sizing=sizing, disk=disk)
+    stats = replace(FakeEngine().stats(), sizing=sizing, host=disk, disk=disk)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

@@ -59,7 +59,7 @@ class DiskTier:
             ConfigError: the folder cannot be used.
         """
         self.layout, self.policy = layout, policy
-        self._folder, self._secret = EntryFolder.open(path)
+        self._folder, self.secret = EntryFolder.open(path)
         self._max_bytes, self._max_tokens = max_bytes, max_tokens
         self._index = EntryIndex()
         self._lock = threading.Lock()  # guards the index, the counts and what is being written
@@ -76,7 +76,7 @@ class DiskTier:
 
     def hasher(self, tokens: Tokens, extra_key: str | None, tenant: str | None) -> PrefixHasher:
         """Return what hashes beginnings of a text [n] int64."""
-        return PrefixHasher(self._secret, tenant, extra_key, tokens)
+        return PrefixHasher(self.secret, tenant, extra_key, tokens)
 
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the entries that hold the longest beginning of a text, those that are being written included."""
@@ -93,6 +93,9 @@ class DiskTier:
     def held(self) -> Iterator[Entry]:
         """Iterate over nothing: files are for all processes."""
         return iter(())
+
+    def forget(self) -> None:
+        """Do nothing: files are for all processes."""
 
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return why ``find`` finds nothing: "fingerprint" if other models or settings have entries of the text."""
@@ -135,7 +138,7 @@ class DiskTier:
         since = self._reads_since
         return since is not None and time.monotonic() - since > MAX_LOAD_S
 
-    def allocate(self, num_tokens: int, parent: bytes) -> Buffers | None:  # noqa: ARG002
+    def allocate(self, num_tokens: int, parent: bytes) -> Buffers | None:
         """Return memory for an entry; None, counted as a lost write: it is too large, or too much waits already."""
         nbytes = self.layout.entry_bytes(num_tokens)
         lost: LostWrite | None = "too_large" if nbytes > self._max_bytes else None

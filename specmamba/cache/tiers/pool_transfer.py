@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +30,7 @@ class PoolTransfer:
         state = [_part(name, each, (len(each), *each.shape[2:])) for name, each in names]
         self.layout = EntryLayout(dict(identity), tuple(tokens), tuple(state))
 
-    def take(
-        self, key: bytes, parent: bytes, start: int, slots: TokenSlots, state_slot: int, into: Buffers
-    ) -> Entry:
+    def take(self, key: bytes, parent: bytes, start: int, slots: TokenSlots, state_slot: int, into: Buffers) -> Entry:
         """Copy a segment out of the pools.
 
         Args:
@@ -50,7 +47,7 @@ class PoolTransfer:
         self._states.check(state_slot, PREFIX_CACHE, end)
         index = torch.from_numpy(slots).to(self._kv.groups[0].device if self._kv.groups else "cpu")
         for group, target in zip(self._kv.groups, into[0], strict=True):
-            _copy_bytes(group.index_select(1, index), target)
+            _copy_tokens(group, index, target)
         for each, target in zip(self._states.tensors, into[1], strict=True):
             _copy_bytes(each[:, state_slot], target)
         return Entry(self.layout, key, parent, start, end, *into)
@@ -86,6 +83,15 @@ class PoolTransfer:
 
 def _part(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Part:
     return Part(name, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize, shape)
+
+
+def _copy_tokens(group: Tensor, index: Tensor, target: Bytes) -> None:
+    """Copy token slots ``index`` [n] of a tensor [layers, slots, ...] to the host, as bytes."""
+    size = len(group), len(index), *group.shape[2:]
+    if group.is_cpu:
+        torch.index_select(group, 1, index, out=_tensor(target, group.dtype, size))
+    else:
+        _copy_bytes(group.index_select(1, index), target)
 
 
 def _copy_bytes(source: Tensor, target: Bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from specmamba.cache.prefix.node import Node, Tokens, TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.entry_index import Stored
+from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.tier import Load, Tier, TierName
 from specmamba.cache.tiers.tier_stats import TierStats
@@ -64,6 +66,9 @@ class PrefixTiers:
         self._num_ended = 0
         if self._writer.below(None) is not None:
             cache.on_evict = self._writer.write_evicted
+        for tier in self.tiers:
+            if isinstance(tier, HostTier) and (below := self._writer.below(tier)) is not None:
+                tier.on_evict = partial(self._writer.copy, tier=below)
 
     # ---- for the cache manager ---------------------------------------------------------------------------------------
 
@@ -115,6 +120,11 @@ class PrefixTiers:
         if node.state_slot is not None:
             self._writer.write_where("write_through_selective", node)
 
+    def forget(self) -> None:
+        """Drop what the tiers have in memory; what outlives the process stays."""
+        for tier in self.tiers:
+            tier.forget()
+
     def describe_lines(self) -> list[str]:
         """Return lines for the report at start."""
         return [tier.describe_line() for tier in self.tiers]
@@ -125,7 +135,7 @@ class PrefixTiers:
 
     def drain(self) -> bool:
         """Wait until all that was given to the tiers is stored; returns whether it is."""
-        return all([tier.drain() for tier in self.tiers])
+        return all(tier.drain() for tier in self.tiers)
 
     def close(self) -> None:
         """Write what the policies leave for the end, and end the threads."""

@@ -69,6 +69,10 @@ class Tier(Protocol):
         """Iterate over the entries that this process alone holds, parents first; they are valid until the next call."""
         ...
 
+    def forget(self) -> None:
+        """Drop the entries that this process alone holds."""
+        ...
+
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return why ``find`` finds nothing."""
         ...
