@@ -307,9 +307,10 @@ def describe_engine(
 
 def _describe_tiers(config: EngineConfig) -> dict[str, object]:
     """Return the settings of prefixes below the pools; those of the disk only where there is one."""
-    host: dict[str, object] = {
-        name: value for name in ("hicache_ratio", "hicache_size") if (value := getattr(config, name))
-    }
+    names = ("hicache_ratio", "hicache_size")
+    host: dict[str, object] = {name: value for name in names if (value := getattr(config, name))}
+    if host or config.hicache_storage_dir is not None:
+        host["hicache_state_dtype"] = config.hicache_state_dtype
     if config.hicache_storage_dir is None:
         return host
     return host | {

@@ -44,6 +44,7 @@ class EngineFlags(TypedDict, total=False):
     hicache_storage_dir: str | Path | None
     hicache_storage_size: float
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"]
+    hicache_state_dtype: Literal["float32", "bfloat16", "float16"]
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_max_overtakes: int
     speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]

@@ -24,7 +24,8 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 # Flags that mean nothing without prefixes on disk, and without a prefix cache.
 DISK_FLAGS = ("hicache_storage_size", "hicache_write_policy")
-TIER_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_storage_dir", *DISK_FLAGS)
+PLACE_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_storage_dir")
+TIER_FLAGS = (*PLACE_FLAGS, "hicache_state_dtype", *DISK_FLAGS)
 PREFIX_CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *TIER_FLAGS)
 
 _STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
@@ -169,6 +170,10 @@ class ModelFlags(CommandLine):
             "leaves the memory and at the end"
         ),
     ] = "write_through"
+    hicache_state_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        Field(description="type of recurrent states in host memory and on disk; those in a state pool of 16 bits stay"),
+    ] = "float32"
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"],
         Field(description="who runs next: first come, first served, or the longest cached prefix first"),
@@ -213,6 +218,11 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
     if config.hicache_storage_dir is None and (given := is_given(*DISK_FLAGS)):
         return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
+    if (stored := config.hicache_state_dtype) != "float32":
+        if not is_given(*PLACE_FLAGS):
+            return "--hicache-state-dtype: this needs a place below the pools: --hicache-storage-dir or --hicache-size"
+        if config.mamba_ssm_dtype not in ("float32", stored):
+            return f"--hicache-state-dtype {stored}: the state pool has {config.mamba_ssm_dtype}: drop one of them"
     if config.hicache_size and is_given("hicache_ratio"):
         return "--hicache-ratio, --hicache-size: both are the size of host memory for prefixes: drop one of them"
     if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):

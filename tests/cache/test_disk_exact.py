@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specmamba import LLM, SamplingParams
 from specmamba.cache.tiers import disk_tier
@@ -313,6 +315,37 @@ def test_other_models_and_settings_are_missed(tmp_path: Path, prompt: Tokens) ->
         output = run(llm, prompt)
         assert output.num_cached_tokens == 0
         assert stats(llm).misses["fingerprint"] == 1
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_states_in_16_bits_are_those_of_the_pool_rounded(stored: str, tmp_path: Path, prompt: Tokens) -> None:
+    folder, dtype = tmp_path / "prefixes", getattr(torch, stored)
+    with new_llm(folder, "plain") as llm:
+        run(llm, prompt)
+        assert tiers(llm).drain()
+        size = stats(llm).num_bytes
+    with new_llm(folder, "plain", hicache_state_dtype=stored, hicache_size=0.02) as llm:
+        states, cache = llm.engine.pools.states, llm.engine.cache_manager.cache
+        first = run(llm, prompt)
+        assert (first.num_cached_tokens, stats(llm).misses["fingerprint"]) == (0, 1)  # float32 is not used
+        assert tiers(llm).drain()
+        assert stats(llm).num_bytes - size < 0.8 * size
+
+        def state() -> torch.Tensor:
+            node = cache.match(np.array(prompt[:-1], dtype=np.int64)).node
+            assert node.state_slot is not None
+            return states.recurrent[:, node.state_slot]
+
+        state()[0, 0, 0, 0] = 1e5  # more than float16 can hold
+        exact = state().clone()
+        cache.evict_states(64)
+        run(llm, prompt)
+        host = llm.engine.stats().host
+        assert host is not None
+        assert host.hits == 1
+        largest = torch.finfo(dtype).max
+        assert torch.equal(state(), exact.clamp(-largest, largest).to(dtype).float())
+        check_pools(llm)
 
 
 @pytest.mark.slow

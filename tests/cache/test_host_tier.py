@@ -22,7 +22,8 @@ def test_pieces_of_an_arena_never_overlap(data: st.DataObject) -> None:
     arena = HostArena(20 * ALIGNMENT, is_pinned=False)
     pieces: dict[int, int] = {}
     for number in range(data.draw(st.integers(1, 30))):
-        if pieces and data.draw(st.integers(0, 1)):
+        is_freed: bool = data.draw(st.booleans())
+        if pieces and is_freed:
             offset = data.draw(st.sampled_from(sorted(pieces)))
             assert (arena.view(offset, pieces[offset]) == offset % 251).all()
             arena.free(offset, pieces.pop(offset))

@@ -55,7 +55,7 @@ def build_tiers(
     num_bytes = _host_bytes(config, plan, device)
     if config.hicache_storage_dir is None and not num_bytes:
         return None
-    transfer = PoolTransfer(kv, states, identity())
+    transfer = PoolTransfer(kv, states, identity(), getattr(torch, config.hicache_state_dtype))
     secret, tiers = secrets.token_bytes(SECRET_BYTES), list[Tier]()
     if num_bytes:
         tiers.append(HostTier(transfer.layout, num_bytes, is_pinned=device.type == "cuda"))
