@@ -10,13 +10,17 @@ from torch import Tensor
 
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
-from specmamba.cache.prefix.node import Match
+from specmamba.cache.prefix.node import Match, Node
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.config import EngineConfig
 from specmamba.engine.request import Request
 from specmamba.models.base import LoadedModel
 from specmamba.verify.pools import Pools
+
+MIN_SPARE = 64  # tokens: the shortest distance of a spare state to the end of a prompt
+SPARE_SHARE = 0.25  # of the state slots, for spare states that no request has gone on from
+TRACKED_PER_DOUBLING = 8  # states of one long output
 
 
 class CacheManager:
@@ -27,7 +31,14 @@ class CacheManager:
     Nothing here runs a model: ``features`` that a drafter needs to go on at a position are passed in.
     """
 
-    def __init__(self, pools: Pools, cache: MambaRadixCache, is_on: bool, track_interval: int | None) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        cache: MambaRadixCache,
+        is_on: bool,
+        track_interval: int | None,
+        spare_limits: tuple[int, int] = (0, 1),
+    ) -> None:
         """Share pools between requests through a prefix cache.
 
         Args:
@@ -35,10 +46,13 @@ class CacheManager:
             cache: the tree.
             is_on: False: every request computes its whole prompt, and nothing is left.
             track_interval: generated tokens between two states.
+            spare_limits: the most spare states of one prompt, and the size of a chunk.
         """
         self.cache, self.is_on = cache, is_on
         self.pools = pools
         self._track_interval = track_interval if is_on else None
+        self._spare_limits = spare_limits
+        self._spare: dict[Node, None] = {}  # nodes with spare states, the oldest first
         self.tiers: PrefixTiers | None = None  # what lies below the cache; None: nothing
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
@@ -72,8 +86,8 @@ class CacheManager:
             found = match if use_cache else replace(match, miss="evicted")
             self.cache.count_request(request.num_tokens - 1, found, request.owner.tenant)
             request.num_cached_tokens = match.length
-            if self.tiers is not None:
-                self.tiers.state_was_hit(match.node)
+            request.spare_ends = spare_ends(match.length, request.num_tokens - 1, *self._spare_limits)
+            self._note_hit(match.node)
         request.num_admissions += 1
         request.must_compute = False
         return True
@@ -135,10 +149,15 @@ class CacheManager:
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
         """Cache a copy of a request's state at the end of its newest chunk."""
         own, position, states = request.held_slot, request.num_run, self.pools.states
-        self._leave_copy(request, position, features, lambda slot: states.fork(own, request.request_id, position, slot))
+        is_spare = position in request.spare_ends - request.chunk_ends and request.num_to_extend > 0
+        self._leave_copy(
+            request, position, features, lambda slot: states.fork(own, request.request_id, position, slot), is_spare
+        )
 
     def tracked_positions(self, request: Request, previous: int) -> list[int]:
         """Return the positions of the last step at which ``track_interval`` asks for a state.
+
+        In a long output the distance between two states grows (``is_tracked``).
 
         Args:
             request: after the step.
@@ -148,7 +167,7 @@ class CacheManager:
             return []
         offset, interval = len(request.prompt), self._track_interval
         counts = range((previous - offset) // interval + 1, (request.num_run - offset) // interval + 1)
-        return [offset + count * interval for count in counts if count > 0]
+        return [offset + count * interval for count in counts if count > 0 and is_tracked(count)]
 
     def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:
         """Materialize the state at a position that the last step has passed, and cache it."""
@@ -247,7 +266,12 @@ class CacheManager:
             request.slot = None
 
     def _leave_copy(
-        self, request: Request, position: int, features: Tensor | None, write: Callable[[int], None]
+        self,
+        request: Request,
+        position: int,
+        features: Tensor | None,
+        write: Callable[[int], None],
+        is_spare: bool = False,
     ) -> None:
         """Cache the state at a position, which ``write`` puts into a slot; without a free slot, do nothing."""
         slot = self._reserve()
@@ -259,9 +283,9 @@ class CacheManager:
         except BaseException:
             self.pools.states.free(slot, PREFIX_CACHE)
             raise
-        self._insert(request, position, slot)
+        self._insert(request, position, slot, is_spare)
 
-    def _insert(self, request: Request, end: int, slot: int) -> None:
+    def _insert(self, request: Request, end: int, slot: int, is_spare: bool = False) -> None:
         """Insert tokens up to ``end``, and the state there, into the cache, and lock the new node for the request."""
         start, row, table = request.node, request.held_row, self.pools.table
         assert start is not None
@@ -273,11 +297,32 @@ class CacheManager:
             raise
         if not insertion.takes_state:
             self.pools.states.free(slot, PREFIX_CACHE)
+        elif is_spare:
+            insertion.node.is_spare = True
+            self._keep_spare(insertion.node)
         self.cache.move_lock(start, insertion.node)
         request.node = insertion.node
         table.settle(row, start.end, insertion.slots)
         if self.tiers is not None:
             self.tiers.state_was_left(insertion.node)
+
+    def _keep_spare(self, node: Node) -> None:
+        """Count a spare state; where they are too many, the oldest that none has gone on from is dropped."""
+        self._spare[node] = None
+        if len(self._spare) > SPARE_SHARE * self.pools.states.num_slots:
+            oldest = next(iter(self._spare))
+            del self._spare[oldest]
+            self.cache.drop_spare(oldest)
+
+    def _note_hit(self, node: Node) -> None:
+        """Note that a request goes on from a node: a spare state has been worth it, and is one like others now."""
+        if node.is_spare:
+            node.is_spare = False
+            self._spare.pop(node, None)
+            if self.tiers is not None:
+                self.tiers.state_was_left(node)
+        if self.tiers is not None:
+            self.tiers.state_was_hit(node)
 
     def _reserve(self) -> int | None:
         """Reserve a slot for a cached state; None if running requests use all."""
@@ -296,6 +341,34 @@ class CacheManager:
             stored.zero_()
         else:
             stored.copy_(features.where(features.isfinite().all(), 0))
+
+
+def spare_ends(start: int, end: int, most: int, chunk_size: int) -> set[int]:
+    """Return positions inside a prompt where another text may part from it, so that a state there may spare work.
+
+    They lie at distances from the end that halve, from the half of a chunk or a quarter of what is computed on: who
+    parts at a distance d from the end computes less than 2 d again, or a chunk and d. Short distances save little.
+
+    Args:
+        start, end: of the tokens that are computed.
+        most: positions.
+        chunk_size: tokens between two states that are left anyway.
+    """
+    distance, ends = min(chunk_size // 2, (end - start) // 4), set[int]()
+    while distance >= MIN_SPARE and len(ends) < most:
+        ends.add(end - distance)
+        distance //= 2
+    return ends
+
+
+def is_tracked(count: int) -> bool:
+    """Whether a state is left after so many track intervals of one output.
+
+    After each at first, then after every second, fourth and so on: ``TRACKED_PER_DOUBLING`` in each doubling of the
+    output's length.
+    """
+    step = 1 << max(0, (count // TRACKED_PER_DOUBLING).bit_length() - 1)
+    return count % step == 0
 
 
 def _has_more_than_its_node(request: Request) -> bool:
@@ -317,4 +390,10 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
     )
     cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
-    return CacheManager(pools, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)
+    return CacheManager(
+        pools,
+        cache,
+        not config.disable_radix_cache,
+        config.mamba_track_interval if tracks else None,
+        (config.mamba_spare_states, config.chunked_prefill_size),
+    )

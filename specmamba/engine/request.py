@@ -116,6 +116,7 @@ class Request:
     chunk_ends: set[int] = field(
         default_factory=set
     )  # positions where a chunk ends, so that a state is cached there for others
+    spare_ends: set[int] = field(default_factory=set)  # likewise, where the first text of its kind may be left
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
     follower: GrammarFollower | None = None  # follows the output through its grammar
     predicted: PredictedText | None = None  # that the output may repeat
@@ -164,7 +165,8 @@ class Request:
     @property
     def num_to_chunk_end(self) -> int:
         """Tokens to the next position where a chunk must end; 2^62 - num_run where there is none."""
-        return min((end for end in self.chunk_ends if end > self.num_run), default=1 << 62) - self.num_run
+        ends = (end for end in (*self.chunk_ends, *self.spare_ends) if end > self.num_run)
+        return min(ends, default=1 << 62) - self.num_run
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt and output."""

@@ -339,7 +339,8 @@ def _scope(request: Request) -> tuple[str | None, str | None]:
 
 def _chunk_end(leader: Request, num_shared: int) -> int:
     """Return the position of the state for a common prefix of this length: one that is planned nearby, or a new one."""
-    near = [end for end in leader.chunk_ends if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
+    planned = leader.chunk_ends | leader.spare_ends
+    near = [end for end in planned if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
     return max(near, default=num_shared)
 
 

@@ -37,6 +37,7 @@ class EngineFlags(TypedDict, total=False):
     disable_radix_cache: bool
     mamba_radix_cache_strategy: Literal["no_buffer", "extra_buffer"]
     mamba_track_interval: int
+    mamba_spare_states: int
     cache_eviction: Literal["lru", "flops"]
     enable_hierarchical_cache: bool
     hicache_ratio: float | None

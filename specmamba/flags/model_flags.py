@@ -18,6 +18,7 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "speculative_adaptive": "off",  # sizes of drafts are fixed: not measured there yet
         "max_running_requests": 64,
         "chunked_prefill_size": 8192,
+        "mamba_spare_states": 0,  # each splits a chunk: not measured there yet
         "mem_fraction_static": 0.85,
     }
 )
@@ -26,7 +27,13 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 DISK_FLAGS = ("hicache_storage_size", "hicache_write_policy")
 PLACE_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_storage_dir")
 TIER_FLAGS = (*PLACE_FLAGS, "hicache_state_dtype", *DISK_FLAGS)
-PREFIX_CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *TIER_FLAGS)
+PREFIX_CACHE_FLAGS = (
+    "mamba_radix_cache_strategy",
+    "mamba_track_interval",
+    "mamba_spare_states",
+    "cache_eviction",
+    *TIER_FLAGS,
+)
 
 _STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
 
@@ -138,6 +145,9 @@ class ModelFlags(CommandLine):
     mamba_track_interval: Annotated[
         int, Field(ge=1, description="extra_buffer: generated tokens between two states that are left")
     ] = 256
+    mamba_spare_states: Annotated[
+        int, Field(ge=0, le=16, description="states in the last part of a prompt, for texts that part there (GPU: 0)")
+    ] = 3
     cache_eviction: Annotated[
         Literal["lru", "flops"],
         Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),

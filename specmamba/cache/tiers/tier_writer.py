@@ -49,7 +49,7 @@ class TierWriter:
         """Write the state of a node to a tier, with the KV since the nearest state that the tier has.
 
         Args:
-            node: of the tree; one without a state is left out.
+            node: of the tree; one without a state, or with a spare one, is left out.
             tier: that it is written to.
             deadline: of ``time.monotonic()``: wait until then for what is written before it; None: do not wait.
 
@@ -57,7 +57,7 @@ class TierWriter:
             Whether nothing was lost: the tier has the state now, or does without it.
         """
         tokens, root = _text_of(node)
-        if len(tokens) <= HEAD_TOKENS or node.state_slot is None:
+        if len(tokens) <= HEAD_TOKENS or node.state_slot is None or node.is_spare:
             return True
         text = self._hashes(tokens, root.extra_key, root.tenant)
         chain = tier.find(text)
