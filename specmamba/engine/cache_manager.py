@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
 from specmamba.cache.prefix.node import Match, Node
 from specmamba.cache.state_pool import PREFIX_CACHE
-from specmamba.cache.tiers.prefix_tiers import PrefixTiers
+from specmamba.cache.tiers.prefix_tiers import PrefixTiers, TierWish
+from specmamba.cache.tiers.saving import Saving
 from specmamba.config import EngineConfig
 from specmamba.engine.request import Request
 from specmamba.models.base import LoadedModel
@@ -190,8 +192,7 @@ class CacheManager:
 
     def release(self, request: Request) -> None:
         """Free all memory that a request still holds."""
-        if self.tiers is not None:
-            self.tiers.cancel(request.tier_wish)
+        self.cancel_load(request.tier_wish)
         if request.row is not None:
             self.pools.state_buffers.end(request.row)
             self.pools.counts.end(request.row)
@@ -200,6 +201,32 @@ class CacheManager:
         if request.node is not None:
             self.cache.unlock(request.node)
             request.node = None
+
+    def start_saving(self) -> Saving | None:
+        """Return what writes all cached prefixes to the folder on disk; None: there is no folder."""
+        return None if self.tiers is None else self.tiers.start_saving()
+
+    def load_prefix(
+        self, wish: TierWish, tokens: NDArray[np.int64], extra_key: str | None, tenant: str | None
+    ) -> int | None:
+        """Bring what host memory and disk have of a text into the pools.
+
+        Args:
+            wish: new at first, and the same in later calls.
+            tokens: [n] int64, of the text.
+            extra_key, tenant: its scope.
+
+        Returns:
+            The tokens that are cached in the pools now; None: they are being loaded, and this is to be called again.
+        """
+        if self.tiers is not None and self.tiers.is_loading(wish, tokens, extra_key, tenant):
+            return None
+        return self.cache.peek(tokens, extra_key, tenant)[0]
+
+    def cancel_load(self, wish: TierWish) -> None:
+        """End a load that is not wanted any more."""
+        if self.tiers is not None:
+            self.tiers.cancel(wish)
 
     def flush(self) -> int:
         """Drop every cached prefix that no running request uses, also in host memory; returns the number of tokens.

@@ -468,5 +468,17 @@ def test_the_index_finds_what_a_search_of_all_entries_finds(data: st.DataObject)
     found = index.find(fingerprint, PrefixHasher(SECRET, None, None, array(asked)))
     assert (found[-1].end if found else 0) == max(usable, default=0)
     assert all(a.key == b.parent and a.end == b.start for a, b in itertools.pairwise(found))
-    leaves = [s for s, _ in known.values() if all(other.parent != s.key for other, _ in known.values())]
-    assert index.oldest() is min(leaves, key=lambda s: s.used, default=None)
+    for number in itertools.count(1000):  # what was used longest ago leaves, though some was used meanwhile
+        leaves = [s for s, _ in known.values() if all(other.parent != s.key for other, _ in known.values())]
+        oldest = min(leaves, key=lambda s: s.used, default=None)
+        assert index.oldest() is oldest
+        if oldest is None:
+            break
+        if oldest.used < 1000 and data.draw(st.booleans()):
+            oldest.used = number
+            continue
+        spared = data.draw(st.sampled_from(leaves))
+        rest = [leaf for leaf in leaves if leaf is not spared]
+        assert index.oldest({spared.name}) is min(rest, key=lambda s: s.used, default=None)
+        index.remove(oldest.name)
+        del known[oldest.key]

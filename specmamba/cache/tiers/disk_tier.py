@@ -150,8 +150,13 @@ class DiskTier:
         return self.layout.new_buffers(num_tokens)
 
     def wait_to_put(self, num_tokens: int, timeout_s: float) -> bool:
-        """Wait until an entry of this size is taken; for the end of a process only."""
+        """Wait until an entry of this size is taken; returns whether it is."""
         return self._writer.wait(self.layout.entry_bytes(num_tokens), timeout_s)
+
+    def waiting(self) -> set[bytes]:
+        """Return the keys of entries that are not written yet."""
+        with self._lock:
+            return set(self._coming)
 
     def put(self, entry: Entry) -> None:
         """Write an entry, soon. It is found from now on."""

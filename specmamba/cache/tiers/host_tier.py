@@ -123,6 +123,10 @@ class HostTier:
         """Return True: nothing waits here."""
         return True
 
+    def waiting(self) -> set[bytes]:
+        """Return nothing: nothing waits here."""
+        return set()
+
     def count_hit(self, load: Load, num_tokens: int) -> None:
         """Count a chain that is in the pools now, ``num_tokens`` of which were not before."""
         self._counts.hit(num_tokens, load.nbytes, time.monotonic() - load.began)

@@ -17,6 +17,7 @@ from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.entry_index import Stored
 from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
+from specmamba.cache.tiers.saving import Saving
 from specmamba.cache.tiers.tier import Load, Tier, TierName
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.cache.tiers.tier_writer import MIN_GAIN, Hashes, TierWriter
@@ -137,16 +138,21 @@ class PrefixTiers:
         """Wait until all that was given to the tiers is stored; returns whether it is."""
         return all(tier.drain() for tier in self.tiers)
 
+    def start_saving(self) -> Saving | None:
+        """Return what writes everything to the tier that outlives the process; None: there is none."""
+        tier = next((tier for tier in self.tiers if tier.outlives), None)
+        if tier is None:
+            return None
+        above = self.tiers[: self.tiers.index(tier)]
+        return Saving(self._cache.state_nodes(), above, tier, self._writer)
+
     def close(self) -> None:
         """Write what the policies leave for the end, and end the threads."""
         self._cache.on_evict = None
-        last = [tier for tier in self.tiers if tier.policy == "write_back" and tier.outlives]
-        for tier in last:
-            deadline = time.monotonic() + CLOSE_S
-            for node in self._cache.state_nodes():  # parents first, so that their children continue them
-                self._writer.write(node, tier, deadline)
-            for above in self.tiers[: self.tiers.index(tier)]:
-                self._writer.copy(above.held(), tier, deadline)
+        saves = any(tier.outlives and tier.policy == "write_back" for tier in self.tiers)
+        saving = self.start_saving() if saves else None
+        if saving is not None:
+            saving.go_on(CLOSE_S)
         for tier in self.tiers:
             tier.close()
 

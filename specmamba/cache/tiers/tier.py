@@ -38,10 +38,11 @@ class Load:
 
 
 class Tier(Protocol):
-    """Entries of one layout, outside of the pools. All calls come from the engine's thread, and none waits.
+    """Entries of one layout, outside of the pools.
 
-    ``PrefixTiers`` has a list of tiers, the fastest first. What goes wrong in a tier is counted by it, and is a miss or
-    a write that is lost. Hashes of one text are the same for all tiers of an engine.
+    All calls come from the engine's thread; only ``wait_to_put``, ``drain`` and ``close`` wait. ``PrefixTiers`` has a
+    list of tiers, the fastest first. What goes wrong in a tier is counted by it, and is a miss or a write that is lost.
+    Hashes of one text are the same for all tiers of an engine.
     """
 
     @property
@@ -103,7 +104,11 @@ class Tier(Protocol):
         ...
 
     def wait_to_put(self, num_tokens: int, timeout_s: float) -> bool:
-        """Wait until an entry is taken, at the end of a process; returns whether it is."""
+        """Wait until an entry is taken, for a time that may be 0; returns whether it is."""
+        ...
+
+    def waiting(self) -> set[bytes]:
+        """Return the keys of entries that were put and are not stored yet."""
         ...
 
     def count_hit(self, load: Load, num_tokens: int) -> None:

@@ -51,10 +51,11 @@ class TierWriter:
         Args:
             node: of the tree; one without a state, or with a spare one, is left out.
             tier: that it is written to.
-            deadline: of ``time.monotonic()``: wait until then for what is written before it; None: do not wait.
+            deadline: of ``time.monotonic()``: wait until then for what is written before it. None: do not wait, and
+                count a write that is lost.
 
         Returns:
-            Whether nothing was lost: the tier has the state now, or does without it.
+            False where it has waited in vain, and is to be called again.
         """
         tokens, root = _text_of(node)
         if len(tokens) <= HEAD_TOKENS or node.state_slot is None or node.is_spare:
@@ -72,32 +73,32 @@ class TierWriter:
         else:
             text.restart()
             parent = text.digest(HEAD_TOKENS)
-        if deadline is not None:
-            tier.wait_to_put(num_tokens, deadline - time.monotonic())
-        if (buffers := tier.allocate(num_tokens, parent)) is None:
+        if not _may_put(tier, num_tokens, deadline):
             return False
-        slots = _slots_of(node, start)
-        tier.put(self._transfer.take(key, parent, start, slots, node.state_slot, buffers))
+        if (buffers := tier.allocate(num_tokens, parent)) is not None:
+            slots = _slots_of(node, start)
+            tier.put(self._transfer.take(key, parent, start, slots, node.state_slot, buffers))
         return True
 
     def copy(self, entries: Iterable[Entry], tier: Tier, deadline: float | None = None) -> bool:
         """Copy entries, parents first, into a tier that lacks them; ``deadline`` and result as of ``write``."""
-        is_whole = True
         for entry in entries:
             if tier.has(entry.key):
                 continue
             num_tokens = entry.end - entry.start
-            if deadline is not None:
-                tier.wait_to_put(num_tokens, deadline - time.monotonic())
-            buffers = tier.allocate(num_tokens, entry.parent)
-            if buffers is None:
-                is_whole = False
+            if not _may_put(tier, num_tokens, deadline):
+                return False
+            if (buffers := tier.allocate(num_tokens, entry.parent)) is None:
                 continue
             assert entry.state is not None
             for target, source in zip((*buffers[0], *buffers[1]), (*entry.tokens, *entry.state), strict=True):
                 np.copyto(target, source)
             tier.put(replace(entry, tokens=buffers[0], state=buffers[1]))
-        return is_whole
+        return True
+
+
+def _may_put(tier: Tier, num_tokens: int, deadline: float | None) -> bool:
+    return deadline is None or tier.wait_to_put(num_tokens, max(0.0, deadline - time.monotonic()))
 
 
 def _text_of(node: Node) -> tuple[Tokens, Root]:
