@@ -95,8 +95,14 @@ class CacheManager:
         return True
 
     def peek(self, request: Request) -> int:
-        """Return the number of tokens of a waiting request that are cached now."""
-        return self.cache.peek(request.key(), request.extra_key, request.owner.tenant)[0] if self.is_on else 0
+        """Return the number of tokens of a waiting request that are cached now, or can be loaded from a tier."""
+        if not self.is_on:
+            return 0
+        text = request.key(), request.extra_key, request.owner.tenant
+        cached = self.cache.peek(*text)[0]
+        if self.tiers is None or request.must_read_prompt or request.must_compute:
+            return cached
+        return max(cached, self.tiers.peek(request.tier_wish, *text))
 
     def is_loading(self, request: Request) -> bool:
         """Whether a waiting request's prefix is on its way from a tier; begins that where one has more of it."""

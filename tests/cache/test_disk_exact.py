@@ -23,6 +23,7 @@ from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Owner, RequestOutput
+from specmamba.engine.scheduler import longest_prefix_first
 from specmamba.models.text.tokenizer import Tokenizer
 from tests.cache.test_disk_tier import DAMAGE
 from tests.cache.test_prefix_exact import check_pools
@@ -265,6 +266,23 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(damaged: tuple[
     assert len(tiers(llm)._loads) == 1
     engine.abort("gone")
     assert (tiers(llm)._loads, stats(llm).hits) == ([], before.hits)
+    check_pools(llm)
+
+
+def test_a_prefix_on_disk_counts_as_cached_in_the_order_of_admission(
+    damaged: tuple[LLM, Path], prompt: Tokens, prompts: list[Tokens]
+) -> None:
+    llm, _ = damaged
+    run(llm, prompt)
+    forget(llm)
+    engine = llm.engine
+    for name, text in (("new", prompts[0][::-1]), ("stored", prompt)):
+        engine.add_request(name, text, SamplingParams(max_tokens=2))
+    waiting, peek = engine.scheduler.waiting, engine.cache_manager.peek
+    assert [peek(request) for request in waiting] == [0, len(prompt) - 1]
+    assert [each.request_id for each in longest_prefix_first(waiting, peek, 8)] == ["stored", "new"]
+    while engine.has_unfinished_requests:
+        engine.step()
     check_pools(llm)
 
 

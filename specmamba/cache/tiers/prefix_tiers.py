@@ -36,6 +36,7 @@ class TierWish:
     other: Load | None = None  # of another request, which brings a part of the same text
     refused_at: int | None = None  # loads that had ended when there was no room for its own
     failed: list[Tier] = field(default_factory=list)  # tiers whose loads have failed
+    num_stored: int | None = None  # tokens that the tiers had when they were first asked; None: not yet
 
 
 class PrefixTiers:
@@ -101,6 +102,21 @@ class PrefixTiers:
                 self._insert(tier, load, result, tokens, extra_key, tenant)
             self._release(wish)
         return False
+
+    def peek(self, wish: TierWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> int:
+        """Return how many tokens of a text a load could bring; arguments as of ``is_loading``.
+
+        They are looked up once for each wish. 0 when its load is over: what it has brought is in the cache.
+        """
+        if wish.is_over:
+            return 0
+        if wish.num_stored is None:
+            text, wish.num_stored = self._hashes(tokens, extra_key, tenant), 0
+            for tier in self.tiers:
+                text.restart()
+                chain = tier.find(text)
+                wish.num_stored = max(wish.num_stored, chain[-1].end if chain else 0)
+        return wish.num_stored
 
     def cancel(self, wish: TierWish) -> None:
         """Forget the load of a request that is gone."""
