@@ -1,11 +1,14 @@
 """How far a text drifts when recurrent states, or keys and values, are kept in fewer bits.
 
-    specmamba bench state-drift [--of states|kv-cache] [--tokens 4000] [--texts 3] [--json FILE] [any engine flag]
+    specmamba bench state-drift [--of states|stored-states|kv-cache] [--tokens 4000] [--texts 3]
+                                [--json FILE] [any engine flag]
 
-This is the cost of ``--mamba-ssm-dtype`` and, with ``--of kv-cache``, of ``--kv-cache-dtype``.
+This is the cost of ``--mamba-ssm-dtype``, with ``--of stored-states`` of ``--hicache-state-dtype``, and with
+``--of kv-cache`` of ``--kv-cache-dtype``.
 
 The same real text is replayed with each type by plain decoding: with records a state is rounded once for every full
-list of pending records, with ``--speculative-state snapshots`` after every token, keys and values when they are stored.
+list of pending records, with ``--speculative-state snapshots`` after every token, keys and values when they are stored,
+and stored states every ``RESUME_INTERVAL`` tokens, as if the text went on from a tier below the pools there.
 Weights and activations are float32 unless ``--dtype`` says otherwise, so that nothing else is rounded. With x of the
 first type's run and y of the other, at every token:
 
@@ -27,7 +30,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -47,9 +50,11 @@ PROG = "specmamba bench state-drift"
 # What is kept in fewer bits: its flag, and the types that are compared with the first.
 TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "states": ("mamba_ssm_dtype", ("float32", "bfloat16", "float16")),
+    "stored-states": ("hicache_state_dtype", ("float32", "bfloat16", "float16")),
     "kv-cache": ("kv_cache_dtype", ("auto", "int8", "fp8_e4m3")),
 }
 NUM_SAMPLES = 16  # of states, per text
+RESUME_INTERVAL = 250  # tokens
 NUM_PARTS = 4  # of a text, to see whether an error grows
 
 
@@ -57,7 +62,8 @@ class StateDriftConfig(JsonOption):
     """How far states, or keys and values, in fewer bits lead a text away from those in float32."""
 
     of: Annotated[
-        Literal["states", "kv-cache"], Field(description="what is kept in fewer bits: recurrent states, or KV")
+        Literal["states", "stored-states", "kv-cache"],
+        Field(description="what is kept in fewer bits: recurrent states, those in host memory and on disk, or KV"),
     ] = "states"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     speculative_algorithm: Annotated[
@@ -140,12 +146,14 @@ def _measure(config: StateDriftConfig) -> tuple[dict[str, object], list[dict[str
     ):
         kept: list[Kept] = []
         for name in types:
-            with LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | {flag: name}) as llm:
+            varied = {} if config.of == "stored-states" else {flag: name}
+            stored = name if config.of == "stored-states" else "float32"
+            with LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | varied) as llm:
                 texts = _texts(config, llm)
                 kept = kept or [Kept(Path(folder, str(i)), llm, config.tokens) for i in range(config.texts)]
                 drift = Drift()
                 for text, reference in zip(texts, kept, strict=True):
-                    _replay(llm, text, reference, drift, name == types[0], advance)
+                    _replay(llm, text, reference, drift, name == types[0], stored, advance)
                 description = description or llm.engine.describe()
                 results.append(_figures(name, drift, config, llm))
     return description, results
@@ -187,9 +195,12 @@ def _texts(config: StateDriftConfig, llm: LLM) -> list[list[int]]:
 
 
 def _replay(
-    llm: LLM, text: list[int], kept: Kept, drift: Drift, is_reference: bool, advance: Callable[[], None]
+    llm: LLM, text: list[int], kept: Kept, drift: Drift, is_reference: bool, stored: str, advance: Callable[[], None]
 ) -> None:
-    """Replay a text by plain decoding; keep the reference's logits and states, or compare with them."""
+    """Replay a text by plain decoding; keep the reference's logits and states, or compare with them.
+
+    Every ``RESUME_INTERVAL`` tokens the checkpoint is rounded to the type ``stored``.
+    """
     states, scheduler = llm.engine.pools.states.recurrent, llm.engine.scheduler
     position = 0
 
@@ -208,9 +219,20 @@ def _replay(
             if checkpoint is not None:
                 _compare_states(drift, kept.states[sample], checkpoint)
         position += 1
+        if position % RESUME_INTERVAL == 0:
+            _round(states[:, scheduler.verifying[0].held_slot], stored)
         advance()
 
     llm.workbench.logits_along(text[:1], text[1:], see)
+
+
+def _round(state: Tensor, name: str) -> None:
+    """Round a checkpoint in its place, as tiers below the pools store it."""
+    import torch
+
+    dtype = getattr(torch, name)
+    largest = torch.finfo(dtype).max
+    state.copy_(state.clamp(-largest, largest).to(dtype))
 
 
 def _compare_logits(drift: Drift, expected: Tensor, got: Tensor) -> None:
@@ -236,7 +258,8 @@ def _figures(name: str, drift: Drift, config: StateDriftConfig, llm: LLM) -> dic
 
     shape = llm.engine.model.cache_shape
     figures: dict[str, Any] = {"kv_dtype": name, "kv_bytes_per_token": shape.kv_bytes_per_token}
-    if config.of == "states":
+    if config.of != "kv-cache":
+        shape = replace(shape, state_dtype=getattr(torch, name))  # stored, or in the pool
         figures = {"state_dtype": name, "state_bytes_per_slot": shape.state_bytes_per_slot}
     figures["largest_state_element"] = drift.largest_state
     if not drift.logits_error:
@@ -266,7 +289,7 @@ def _by_part(x: Tensor) -> list[float]:
 def print_report(report: Report) -> None:
     """Print a table with a row per type of states."""
     page, total = Page(), report["texts"] * report["tokens_per_text"]
-    of_states = report["of"] == "states"
+    of_states = report["of"] != "kv-cache"
     page.lines(
         f"{report['model']}, {report['dtype']} on {report['device']}, {report['speculative_state']}: {report['texts']} "
         f"texts of {report['tokens_per_text']:,} tokens, compared with "

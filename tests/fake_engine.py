@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specmamba.cache.prefix.inspection import CacheStats, Counters
-from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.scheduler import TenantStats
@@ -115,7 +115,8 @@ class FakeStats:
     spec: SpecStats = field(default_factory=SpecStats)
     sizing: SizingStats | None = None  # None: drafts of a fixed size
     prefix_cache: CacheStats = CACHE_STATS
-    disk: DiskStats | None = None  # None: no prefixes on disk
+    host: TierStats | None = None  # None: no prefixes in host memory,
+    disk: TierStats | None = None  # or on disk
 
 
 @dataclass

@@ -136,7 +136,8 @@ def _about_disk(disk: Figures | None) -> list[str]:
         return []
     names = {
         "writing": "computed, and written meanwhile",
-        "memory": "from memory",
+        "memory": "from the pools",
+        "host": "from host memory",
         "disk": "from disk, the files in the page cache",
         "disk_dropped": "from disk, the files out of the page cache",
     }
@@ -146,7 +147,8 @@ def _about_disk(disk: Figures | None) -> list[str]:
         for kind, name in names.items()
     ]
     costs = (
-        f"on disk: {disk['written_bytes_per_token']} bytes a token; loading takes {disk['load_share']:.0%} of the time "
+        f"host memory: copying a prompt there takes {disk['evict_ratio']:.3f} of computing it; "
+        f"disk: {disk['written_bytes_per_token']} bytes a token, loading takes {disk['load_share']:.0%} of the time "
         f"to a first token from disk; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
     )
     return [*lines, costs]

@@ -1,9 +1,9 @@
-"""Time to first token of a prompt that is in memory, on disk, and nowhere; and what writing it costs.
+"""Time to first token of a prompt in the pools, in host memory, on disk, and nowhere; and what writing it costs.
 
-A round takes a new text. The engine with the disk computes it, and writes meanwhile; then it is asked for it three
-times: from memory, from disk (cached prefixes in memory flushed), and from disk with the files out of the system's page
-cache (by ``posix_fadvise``, a request that the system usually follows). The engine without a cache answers the same
-prompt before and after, and each figure is a ratio to the mean of these two.
+A round takes a new text. The engine with the disk computes it, and writes meanwhile; then it is asked for it four
+times: from the pools, from host memory (all states evicted), from disk (all in memory flushed), and from disk with the
+files out of the system's page cache (by ``posix_fadvise``, a request that the system usually follows). The engine
+without a cache answers the same prompt before and after, and each figure is a ratio to the mean of these two.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,8 @@ from specmamba.bench.prefix.workloads import Ask
 if TYPE_CHECKING:
     from specmamba import LLM
 
-KINDS = ("writing", "memory", "disk", "disk_dropped")
+KINDS = ("writing", "memory", "host", "disk", "disk_dropped")
+HOST_RATIO = 2.0  # of host memory to the pools, unless the flags say something else
 
 
 def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> dict[str, Any]:
@@ -45,7 +47,8 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     length = require_room_for_prompt(config, cold)
     demand = Demand(1, 1, length + 1, length, 2 * length, 8 + -(-length // config.chunked_prefill_size))
     with _folder(config) as folder:
-        flags = pool_flags(config, [demand]) | {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
+        flags: dict[str, Any] = {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
+        flags |= pool_flags(config, [demand]) | ({} if config.hicache_size else {"hicache_ratio": HOST_RATIO})
         with start_engine(config, **flags) as warm:
             for llm in (cold, warm):
                 warm_up(llm, source, config)
@@ -60,6 +63,7 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     return {
         **figures,
         "cached_tokens": min(one["cached"] for one in rounds),
+        "evict_ratio": round(statistics.median(one["evict_ratio"] for one in rounds), 4),
         "written_bytes_per_token": round(stats.written_bytes / (length * config.rounds)),
         "load_share": round(stats.load_seconds / sum(one["disk_s"] for one in rounds), 4),
         "lost_writes": sum(stats.lost_writes.values()),
@@ -83,6 +87,11 @@ def _round(
     answers = {"writing": _answer(warm, ask)}
     _drain(warm)
     answers["memory"] = _answer(warm, ask)
+    began = time.perf_counter()
+    cache = warm.engine.cache_manager.cache
+    cache.evict_states(warm.engine.pools.states.num_slots)
+    evict_s = time.perf_counter() - began
+    answers["host"] = _answer(warm, ask)
     for kind in ("disk", "disk_dropped"):
         _drain(warm)
         warm.engine.flush_cache()
@@ -92,8 +101,9 @@ def _round(
     seconds = (before.ttft_s + _answer(cold, ask).ttft_s) / 2
     return {
         "ratios": {kind: answer.ttft_s / seconds for kind, answer in answers.items()},
+        "evict_ratio": evict_s / seconds,
         "disk_s": answers["disk"].ttft_s + answers["disk_dropped"].ttft_s,
-        "cached": min(answers[kind].num_cached_tokens for kind in ("disk", "disk_dropped")),
+        "cached": min(answers[kind].num_cached_tokens for kind in KINDS[2:]),
         "different_texts": sum(answer.output != before.output for answer in answers.values()),
     }
 

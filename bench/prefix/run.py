@@ -188,7 +188,7 @@ def measure_ttft(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
         ConfigError: the prompt does not fit the context.
     """
     length = require_room_for_prompt(config, cold)
-    states = USERS * (4 + -(-length // config.chunked_prefill_size))
+    states = USERS * (4 + config.mamba_spare_states + -(-length // config.chunked_prefill_size))
     kv = USERS * (length + 2 * config.page_size)
     demand = Demand(USERS, 1, length + 1, USERS * length, kv, states)
     with start_engine(config, **pool_flags(config, [demand])) as warm:

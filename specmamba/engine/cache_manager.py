@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
-from specmamba.cache.prefix.node import Match
+from specmamba.cache.prefix.node import Match, Node
 from specmamba.cache.state_pool import PREFIX_CACHE
-from specmamba.cache.tiers.disk_tier import DiskTier
-from specmamba.cache.tiers.entry_folder import EntryFolder
-from specmamba.cache.tiers.pool_transfer import PoolTransfer
-from specmamba.cache.tiers.prefix_tiers import PrefixTiers
-from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
+from specmamba.cache.tiers.prefix_tiers import PrefixTiers, TierWish
+from specmamba.cache.tiers.saving import Saving
 from specmamba.config import EngineConfig
-from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.request import Request
-from specmamba.models.base import LoadedModel, Models
+from specmamba.models.base import LoadedModel
 from specmamba.verify.pools import Pools
 
-WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
+MIN_SPARE = 64  # tokens: the shortest distance of a spare state to the end of a prompt
+SPARE_SHARE = 0.25  # of the state slots, for spare states that no request has gone on from
+TRACKED_PER_DOUBLING = 8  # states of one long output
 
 
 class CacheManager:
@@ -35,7 +33,14 @@ class CacheManager:
     Nothing here runs a model: ``features`` that a drafter needs to go on at a position are passed in.
     """
 
-    def __init__(self, pools: Pools, cache: MambaRadixCache, is_on: bool, track_interval: int | None) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        cache: MambaRadixCache,
+        is_on: bool,
+        track_interval: int | None,
+        spare_limits: tuple[int, int] = (0, 1),
+    ) -> None:
         """Share pools between requests through a prefix cache.
 
         Args:
@@ -43,10 +48,13 @@ class CacheManager:
             cache: the tree.
             is_on: False: every request computes its whole prompt, and nothing is left.
             track_interval: generated tokens between two states.
+            spare_limits: the most spare states of one prompt, and the size of a chunk.
         """
         self.cache, self.is_on = cache, is_on
         self.pools = pools
         self._track_interval = track_interval if is_on else None
+        self._spare_limits = spare_limits
+        self._spare: dict[Node, None] = {}  # nodes with spare states, the oldest first
         self.tiers: PrefixTiers | None = None  # what lies below the cache; None: nothing
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
@@ -80,23 +88,29 @@ class CacheManager:
             found = match if use_cache else replace(match, miss="evicted")
             self.cache.count_request(request.num_tokens - 1, found, request.owner.tenant)
             request.num_cached_tokens = match.length
-            if self.tiers is not None:
-                self.tiers.state_was_hit(match.node)
+            request.spare_ends = spare_ends(match.length, request.num_tokens - 1, *self._spare_limits)
+            self._note_hit(match.node)
         request.num_admissions += 1
         request.must_compute = False
         return True
 
     def peek(self, request: Request) -> int:
-        """Return the number of tokens of a waiting request that are cached now."""
-        return self.cache.peek(request.key(), request.extra_key, request.owner.tenant)[0] if self.is_on else 0
+        """Return the number of tokens of a waiting request that are cached now, or can be loaded from a tier."""
+        if not self.is_on:
+            return 0
+        text = request.key(), request.extra_key, request.owner.tenant
+        cached = self.cache.peek(*text)[0]
+        if self.tiers is None or request.must_read_prompt or request.must_compute:
+            return cached
+        return max(cached, self.tiers.peek(request.tier_wish, *text))
 
     def is_loading(self, request: Request) -> bool:
-        """Whether a waiting request's prefix is on its way from the disk; begins that where the disk has one."""
+        """Whether a waiting request's prefix is on its way from a tier; begins that where one has more of it."""
         if self.tiers is None or not self.is_on or request.must_read_prompt or request.must_compute:
             return False
-        return self.tiers.is_loading(request.disk_wish, request.key(), request.extra_key, request.owner.tenant)
+        return self.tiers.is_loading(request.tier_wish, request.key(), request.extra_key, request.owner.tenant)
 
-    def wait_for_disk(self) -> None:
+    def wait_for_tiers(self) -> None:
         """Wait a short time for prefixes that are loaded, if there are any."""
         if self.tiers is not None:
             self.tiers.wait()
@@ -143,10 +157,15 @@ class CacheManager:
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
         """Cache a copy of a request's state at the end of its newest chunk."""
         own, position, states = request.held_slot, request.num_run, self.pools.states
-        self._leave_copy(request, position, features, lambda slot: states.fork(own, request.request_id, position, slot))
+        is_spare = position in request.spare_ends - request.chunk_ends and request.num_to_extend > 0
+        self._leave_copy(
+            request, position, features, lambda slot: states.fork(own, request.request_id, position, slot), is_spare
+        )
 
     def tracked_positions(self, request: Request, previous: int) -> list[int]:
         """Return the positions of the last step at which ``track_interval`` asks for a state.
+
+        In a long output the distance between two states grows (``is_tracked``).
 
         Args:
             request: after the step.
@@ -156,7 +175,7 @@ class CacheManager:
             return []
         offset, interval = len(request.prompt), self._track_interval
         counts = range((previous - offset) // interval + 1, (request.num_run - offset) // interval + 1)
-        return [offset + count * interval for count in counts if count > 0]
+        return [offset + count * interval for count in counts if count > 0 and is_tracked(count)]
 
     def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:
         """Materialize the state at a position that the last step has passed, and cache it."""
@@ -179,8 +198,7 @@ class CacheManager:
 
     def release(self, request: Request) -> None:
         """Free all memory that a request still holds."""
-        if self.tiers is not None:
-            self.tiers.cancel(request.disk_wish)
+        self.cancel_load(request.tier_wish)
         if request.row is not None:
             self.pools.state_buffers.end(request.row)
             self.pools.counts.end(request.row)
@@ -189,6 +207,41 @@ class CacheManager:
         if request.node is not None:
             self.cache.unlock(request.node)
             request.node = None
+
+    def start_saving(self) -> Saving | None:
+        """Return what writes all cached prefixes to the folder on disk; None: there is no folder."""
+        return None if self.tiers is None else self.tiers.start_saving()
+
+    def load_prefix(
+        self, wish: TierWish, tokens: NDArray[np.int64], extra_key: str | None, tenant: str | None
+    ) -> int | None:
+        """Bring what host memory and disk have of a text into the pools.
+
+        Args:
+            wish: new at first, and the same in later calls.
+            tokens: [n] int64, of the text.
+            extra_key, tenant: its scope.
+
+        Returns:
+            The tokens that are cached in the pools now; None: they are being loaded, and this is to be called again.
+        """
+        if self.tiers is not None and self.tiers.is_loading(wish, tokens, extra_key, tenant):
+            return None
+        return self.cache.peek(tokens, extra_key, tenant)[0]
+
+    def cancel_load(self, wish: TierWish) -> None:
+        """End a load that is not wanted any more."""
+        if self.tiers is not None:
+            self.tiers.cancel(wish)
+
+    def flush(self) -> int:
+        """Drop every cached prefix that no running request uses, also in host memory; returns the number of tokens.
+
+        What is on disk stays; the tokens are those of the tree.
+        """
+        if self.tiers is not None:
+            self.tiers.forget()
+        return self.cache.reset()
 
     def close(self) -> None:
         """Write what is still to be written to disk, and end the threads that do it."""
@@ -246,7 +299,12 @@ class CacheManager:
             request.slot = None
 
     def _leave_copy(
-        self, request: Request, position: int, features: Tensor | None, write: Callable[[int], None]
+        self,
+        request: Request,
+        position: int,
+        features: Tensor | None,
+        write: Callable[[int], None],
+        is_spare: bool = False,
     ) -> None:
         """Cache the state at a position, which ``write`` puts into a slot; without a free slot, do nothing."""
         slot = self._reserve()
@@ -258,9 +316,9 @@ class CacheManager:
         except BaseException:
             self.pools.states.free(slot, PREFIX_CACHE)
             raise
-        self._insert(request, position, slot)
+        self._insert(request, position, slot, is_spare)
 
-    def _insert(self, request: Request, end: int, slot: int) -> None:
+    def _insert(self, request: Request, end: int, slot: int, is_spare: bool = False) -> None:
         """Insert tokens up to ``end``, and the state there, into the cache, and lock the new node for the request."""
         start, row, table = request.node, request.held_row, self.pools.table
         assert start is not None
@@ -272,11 +330,32 @@ class CacheManager:
             raise
         if not insertion.takes_state:
             self.pools.states.free(slot, PREFIX_CACHE)
+        elif is_spare:
+            insertion.node.is_spare = True
+            self._keep_spare(insertion.node)
         self.cache.move_lock(start, insertion.node)
         request.node = insertion.node
         table.settle(row, start.end, insertion.slots)
         if self.tiers is not None:
             self.tiers.state_was_left(insertion.node)
+
+    def _keep_spare(self, node: Node) -> None:
+        """Count a spare state; where they are too many, the oldest that none has gone on from is dropped."""
+        self._spare[node] = None
+        if len(self._spare) > SPARE_SHARE * self.pools.states.num_slots:
+            oldest = next(iter(self._spare))
+            del self._spare[oldest]
+            self.cache.drop_spare(oldest)
+
+    def _note_hit(self, node: Node) -> None:
+        """Note that a request goes on from a node: a spare state has been worth it, and is one like others now."""
+        if node.is_spare:
+            node.is_spare = False
+            self._spare.pop(node, None)
+            if self.tiers is not None:
+                self.tiers.state_was_left(node)
+        if self.tiers is not None:
+            self.tiers.state_was_hit(node)
 
     def _reserve(self) -> int | None:
         """Reserve a slot for a cached state; None if running requests use all."""
@@ -295,6 +374,34 @@ class CacheManager:
             stored.zero_()
         else:
             stored.copy_(features.where(features.isfinite().all(), 0))
+
+
+def spare_ends(start: int, end: int, most: int, chunk_size: int) -> set[int]:
+    """Return positions inside a prompt where another text may part from it, so that a state there may spare work.
+
+    They lie at distances from the end that halve, from the half of a chunk or a quarter of what is computed on: who
+    parts at a distance d from the end computes less than 2 d again, or a chunk and d. Short distances save little.
+
+    Args:
+        start, end: of the tokens that are computed.
+        most: positions.
+        chunk_size: tokens between two states that are left anyway.
+    """
+    distance, ends = min(chunk_size // 2, (end - start) // 4), set[int]()
+    while distance >= MIN_SPARE and len(ends) < most:
+        ends.add(end - distance)
+        distance //= 2
+    return ends
+
+
+def is_tracked(count: int) -> bool:
+    """Whether a state is left after so many track intervals of one output.
+
+    After each at first, then after every second, fourth and so on: ``TRACKED_PER_DOUBLING`` in each doubling of the
+    output's length.
+    """
+    step = 1 << max(0, (count // TRACKED_PER_DOUBLING).bit_length() - 1)
+    return count % step == 0
 
 
 def _has_more_than_its_node(request: Request) -> bool:
@@ -316,55 +423,10 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
     )
     cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
-    return CacheManager(pools, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)
-
-
-def require_disk_folder(config: EngineConfig) -> None:
-    """Raise ConfigError if there is a folder for prefixes that cannot be used; it is made if need be."""
-    if config.hicache_storage_dir is not None:
-        EntryFolder.open(config.hicache_storage_dir.expanduser())
-
-
-def build_tiers(
-    config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan, manager: CacheManager
-) -> PrefixTiers | None:
-    """Put a folder on disk below an engine's prefix cache, if the flags name one.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
-    if config.hicache_storage_dir is None:
-        return None
-    pools, cache = manager.pools, manager.cache
-    transfer = PoolTransfer(pools.kv, pools.states, _identity(config, folder, models, drafts))
-    disk = DiskTier(
-        config.hicache_storage_dir.expanduser(),
-        transfer.layout,
-        int(config.hicache_size * (1 << 30)),
-        pools.table.max_positions,
+    return CacheManager(
+        pools,
+        cache,
+        not config.disable_radix_cache,
+        config.mamba_track_interval if tracks else None,
+        (config.mamba_spare_states, config.chunked_prefill_size),
     )
-    return PrefixTiers(cache, pools.kv, pools.states, transfer, disk, config.hicache_write_policy)
-
-
-def _identity(config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan) -> dict[str, str]:
-    """Return what decides the numbers in KV, states and features beside their shapes and types."""
-    target = models.target
-    own = {
-        "architecture": target.architecture,
-        "kv": str(target.cache_shape.stored_kv_dtype).removeprefix("torch."),
-        "dtype": str(target.cache_shape.dtype).removeprefix("torch."),
-        "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
-        "quantization": f"{config.quantization} {config.quantization_group_size}",
-    }
-    if drafts.algorithm in ("none", "ngram"):
-        return own
-    path = config.speculative_draft_model_path
-    of_draft = {
-        "draft": drafts.algorithm,
-        "draft_quantization": config.speculative_draft_model_quantization,
-        "draft_modules": str(min(getattr(target.draft_head, "num_modules", 1), drafts.num_steps)),
-    }
-    if path is not None:
-        draft_folder = resolve_checkpoint(path, config.speculative_draft_model_revision)
-        of_draft["draft_weights"] = digest_of_checkpoint(draft_folder, WEIGHT_SAMPLES)
-    return own | of_draft

@@ -14,6 +14,7 @@ import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
 from specmamba.cache.prefix.inspection import View
+from specmamba.cache.tiers.tier_setup import build_tiers, require_disk_folder
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
@@ -23,11 +24,12 @@ from specmamba.draft.drafter import Drafter
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
-from specmamba.engine.cache_manager import build_cache_manager, build_tiers, require_disk_folder
+from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.loading import (
+    identity_of,
     keep_freed_memory,
     load_models,
     load_tokenizer,
@@ -123,9 +125,15 @@ class Engine:
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
         # last, so that nothing of what was measured is written
-        tiers = build_tiers(config, folder, self.models, self.draft_plan, self.cache_manager)
-        self.cache_manager.tiers = tiers
-        graph_lines += [] if tiers is None else [tiers.describe_line()]
+        self.cache_manager.tiers = tiers = build_tiers(
+            config,
+            self.memory_plan,
+            self.cache_manager.cache,
+            self.pools.kv,
+            self.pools.states,
+            lambda: identity_of(config, folder, self.models, self.draft_plan),
+        )
+        graph_lines += [] if tiers is None else tiers.describe_lines()
         for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
@@ -295,7 +303,7 @@ class Engine:
             self.preempt(yielding)
             deltas += self._admit()
         if not self.scheduler.num_running:
-            self.cache_manager.wait_for_disk()
+            self.cache_manager.wait_for_tiers()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
@@ -388,7 +396,7 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Drop every cached prefix that no running request uses; returns the number of tokens dropped."""
-        return self.cache_manager.cache.reset()
+        return self.cache_manager.flush()
 
     def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         """Make a drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""

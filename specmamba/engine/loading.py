@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from specmamba.checkpoints.checkpoint import read_architecture, resolve_checkpoint
+from specmamba.checkpoints.checkpoint import digest_of_checkpoint, read_architecture, resolve_checkpoint
 from specmamba.config import FORM_FLAG, EngineConfig
-from specmamba.draft.draft_plan import plan_drafts
+from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
@@ -34,6 +34,7 @@ VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files o
 DRAFT_FLAG = "--speculative-draft-model-path"
 SMALL_MODEL_BYTES = 64 << 20
 SHARED_MODEL_BYTES = 4 << 20
+WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
 
 
 def resolve_device(name: str) -> torch.device:
@@ -285,3 +286,27 @@ def set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -
         return min(most, 2) if weight_bytes >= SHARED_MODEL_BYTES else 1
     torch.set_num_threads(most)  # an open engine of a small model may have lowered it
     return most
+
+
+def identity_of(config: EngineConfig, folder: Path, models: Models, drafts: DraftPlan) -> dict[str, str]:
+    """Return what decides the numbers in KV, states and features beside their shapes and types."""
+    target = models.target
+    own = {
+        "architecture": target.architecture,
+        "kv": str(target.cache_shape.stored_kv_dtype).removeprefix("torch."),
+        "dtype": str(target.cache_shape.dtype).removeprefix("torch."),
+        "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
+        "quantization": f"{config.quantization} {config.quantization_group_size}",
+    }
+    if drafts.algorithm in ("none", "ngram"):
+        return own
+    path = config.speculative_draft_model_path
+    of_draft = {
+        "draft": drafts.algorithm,
+        "draft_quantization": config.speculative_draft_model_quantization,
+        "draft_modules": str(min(getattr(target.draft_head, "num_modules", 1), drafts.num_steps)),
+    }
+    if path is not None:
+        draft_folder = resolve_checkpoint(path, config.speculative_draft_model_revision)
+        of_draft["draft_weights"] = digest_of_checkpoint(draft_folder, WEIGHT_SAMPLES)
+    return own | of_draft

@@ -298,7 +298,7 @@ def describe_engine(
         "prefix_cache": memory.caches_prefixes,
         "prefix_cache_strategy": config.mamba_radix_cache_strategy,
         "prefix_cache_eviction": config.cache_eviction,
-        **_describe_disk(config),
+        **_describe_tiers(config),
         "versions": {
             "specmamba": version("specmamba"),
             "torch": torch.__version__,
@@ -308,13 +308,17 @@ def describe_engine(
     }
 
 
-def _describe_disk(config: EngineConfig) -> dict[str, object]:
-    """Return the settings of prefixes on disk; none where there are none."""
+def _describe_tiers(config: EngineConfig) -> dict[str, object]:
+    """Return the settings of prefixes below the pools; those of the disk only where there is one."""
+    names = ("hicache_ratio", "hicache_size")
+    host: dict[str, object] = {name: value for name in names if (value := getattr(config, name))}
+    if host or config.hicache_storage_dir is not None:
+        host["hicache_state_dtype"] = config.hicache_state_dtype
     if config.hicache_storage_dir is None:
-        return {}
-    return {
+        return host
+    return host | {
         "hicache_storage_dir": str(config.hicache_storage_dir),
-        "hicache_size": config.hicache_size,
+        "hicache_storage_size": config.hicache_storage_size,
         "hicache_write_policy": config.hicache_write_policy,
     }
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
-from specmamba.cache.tiers.prefix_tiers import DiskWish
+from specmamba.cache.tiers.prefix_tiers import TierWish
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.errors import GrammarError
@@ -116,11 +116,12 @@ class Request:
     chunk_ends: set[int] = field(
         default_factory=set
     )  # positions where a chunk ends, so that a state is cached there for others
+    spare_ends: set[int] = field(default_factory=set)  # likewise, where the first text of its kind may be left
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
     follower: GrammarFollower | None = None  # follows the output through its grammar
     predicted: PredictedText | None = None  # that the output may repeat
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
-    disk_wish: DiskWish = field(default_factory=DiskWish)
+    tier_wish: TierWish = field(default_factory=TierWish)
     must_compute: bool = False  # ignore the prefix cache: memory does not hold the request and its cached prefix
     prompt_array: NDArray[np.int64] = field(init=False)
 
@@ -164,7 +165,8 @@ class Request:
     @property
     def num_to_chunk_end(self) -> int:
         """Tokens to the next position where a chunk must end; 2^62 - num_run where there is none."""
-        return min((end for end in self.chunk_ends if end > self.num_run), default=1 << 62) - self.num_run
+        ends = (end for end in (*self.chunk_ends, *self.spare_ends) if end > self.num_run)
+        return min(ends, default=1 << 62) - self.num_run
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt and output."""

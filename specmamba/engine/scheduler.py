@@ -13,7 +13,7 @@ from typing import Literal
 
 from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
-from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import EngineConfig
 from specmamba.core import SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
@@ -75,7 +75,8 @@ class EngineStats:
     spec: SpecStats
     prefix_cache: CacheStats
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
-    disk: DiskStats | None = None  # None: no prefixes are on disk
+    host: TierStats | None = None  # None: no prefixes are in host memory,
+    disk: TierStats | None = None  # or on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,7 @@ class Scheduler:
     def stats(self, pools: Pools, spec: SpecStats) -> EngineStats:
         """Return the numbers of these queues and of ``pools`` now, beside the figures of speculation."""
         cache = self._cache.cache
+        tiers = {} if self._cache.tiers is None else self._cache.tiers.stats()
         return EngineStats(
             num_running=self.num_running,
             num_waiting=len(self.waiting),
@@ -243,7 +245,8 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             spec=spec,
             prefix_cache=cache.stats,
-            disk=None if self._cache.tiers is None else self._cache.tiers.stats(),
+            host=tiers.get("host"),
+            disk=tiers.get("disk"),
         )
 
     def stats_of(self, tenant: str | None, spec: SpecStats) -> TenantStats:
@@ -336,7 +339,8 @@ def _scope(request: Request) -> tuple[str | None, str | None]:
 
 def _chunk_end(leader: Request, num_shared: int) -> int:
     """Return the position of the state for a common prefix of this length: one that is planned nearby, or a new one."""
-    near = [end for end in leader.chunk_ends if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
+    planned = leader.chunk_ends | leader.spare_ends
+    near = [end for end in planned if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
     return max(near, default=num_shared)
 
 

@@ -37,11 +37,15 @@ class EngineFlags(TypedDict, total=False):
     disable_radix_cache: bool
     mamba_radix_cache_strategy: Literal["no_buffer", "extra_buffer"]
     mamba_track_interval: int
+    mamba_spare_states: int
     cache_eviction: Literal["lru", "flops"]
     enable_hierarchical_cache: bool
-    hicache_storage_dir: str | Path | None
+    hicache_ratio: float | None
     hicache_size: float
+    hicache_storage_dir: str | Path | None
+    hicache_storage_size: float
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"]
+    hicache_state_dtype: Literal["float32", "bfloat16", "float16"]
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_max_overtakes: int
     speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]

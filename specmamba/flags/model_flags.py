@@ -18,13 +18,22 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "speculative_adaptive": "off",  # sizes of drafts are fixed: not measured there yet
         "max_running_requests": 64,
         "chunked_prefill_size": 8192,
+        "mamba_spare_states": 0,  # each splits a chunk: not measured there yet
         "mem_fraction_static": 0.85,
     }
 )
 
 # Flags that mean nothing without prefixes on disk, and without a prefix cache.
-DISK_FLAGS = ("enable_hierarchical_cache", "hicache_storage_dir", "hicache_size", "hicache_write_policy")
-PREFIX_CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction", *DISK_FLAGS)
+DISK_FLAGS = ("hicache_storage_size", "hicache_write_policy")
+PLACE_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_storage_dir")
+TIER_FLAGS = (*PLACE_FLAGS, "hicache_state_dtype", *DISK_FLAGS)
+PREFIX_CACHE_FLAGS = (
+    "mamba_radix_cache_strategy",
+    "mamba_track_interval",
+    "mamba_spare_states",
+    "cache_eviction",
+    *TIER_FLAGS,
+)
 
 _STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
 
@@ -136,17 +145,32 @@ class ModelFlags(CommandLine):
     mamba_track_interval: Annotated[
         int, Field(ge=1, description="extra_buffer: generated tokens between two states that are left")
     ] = 256
+    mamba_spare_states: Annotated[
+        int, Field(ge=0, le=16, description="states in the last part of a prompt, for texts that part there (GPU: 0)")
+    ] = 3
     cache_eviction: Annotated[
         Literal["lru", "flops"],
         Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),
     ] = "lru"
     enable_hierarchical_cache: Annotated[
-        bool, Field(description="keep prefixes on disk too; --hicache-storage-dir says where, and implies this")
+        bool, Field(description="keep prefixes that the pools have no room for; the flags that say where imply this")
     ] = False
+    hicache_ratio: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1024,
+            description="host memory for prefixes, by the bytes of the pools; none: 0, or 2 on a GPU with "
+            "--enable-hierarchical-cache",
+        ),
+    ] = None
+    hicache_size: Annotated[
+        float, Field(ge=0, le=1 << 20, description="GiB of host memory for prefixes; 0: by --hicache-ratio")
+    ] = 0.0
     hicache_storage_dir: Annotated[
         Path | None, Field(description="a folder for prefixes that memory has no room for and that outlive the process")
     ] = None
-    hicache_size: Annotated[
+    hicache_storage_size: Annotated[
         float, Field(gt=0, le=1 << 20, description="GiB that the files of --hicache-storage-dir take at the most")
     ] = 16.0
     hicache_write_policy: Annotated[
@@ -156,6 +180,10 @@ class ModelFlags(CommandLine):
             "leaves the memory and at the end"
         ),
     ] = "write_through"
+    hicache_state_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        Field(description="type of recurrent states in host memory and on disk; those in a state pool of 16 bits stay"),
+    ] = "float32"
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"],
         Field(description="who runs next: first come, first served, or the longest cached prefix first"),
@@ -200,6 +228,13 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
     if config.hicache_storage_dir is None and (given := is_given(*DISK_FLAGS)):
         return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
+    if (stored := config.hicache_state_dtype) != "float32":
+        if not is_given(*PLACE_FLAGS):
+            return "--hicache-state-dtype: this needs a place below the pools: --hicache-storage-dir or --hicache-size"
+        if config.mamba_ssm_dtype not in ("float32", stored):
+            return f"--hicache-state-dtype {stored}: the state pool has {config.mamba_ssm_dtype}: drop one of them"
+    if config.hicache_size and is_given("hicache_ratio"):
+        return "--hicache-ratio, --hicache-size: both are the size of host memory for prefixes: drop one of them"
     if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
     if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):

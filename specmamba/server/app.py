@@ -16,6 +16,7 @@ from specmamba.server.api.documentation import documentation_routes
 from specmamba.server.api.models import info_routes, model_routes
 from specmamba.server.api.operations import health_routes, prefix_cache_routes
 from specmamba.server.api.service import Service
+from specmamba.server.api.stored_prefixes import stored_prefix_routes
 from specmamba.server.api.tokenization import tokenize_routes
 from specmamba.server.http.error_answers import corrected_schema, install_error_handlers
 from specmamba.server.http.guards import install_guards
@@ -69,6 +70,7 @@ def _routers(service: Service) -> list[APIRouter]:
         health_routes(service),
         info_routes(service),
         prefix_cache_routes(service),
+        stored_prefix_routes(service),
         documentation_routes(),
     ]
     if not service.config.disable_page:

@@ -323,7 +323,7 @@ def test_report_of_times_and_costs(
     assert disk["cached_tokens"] == 96  # the last three tokens are not worth a state
     assert (disk["lost_writes"], disk["different_texts"]) == (0, 0)
     assert disk["written_bytes_per_token"] > 0
-    for kind in ("writing", "memory", "disk", "disk_dropped"):
+    for kind in ("writing", "memory", "host", "disk", "disk_dropped"):
         assert 0 < disk[f"{kind}_ratio_range"][0] <= disk[f"{kind}_ratio"] <= disk[f"{kind}_ratio_range"][1]
     assert tree["tokens"] == [1024, 2048, 3000]
     assert tree["last_doubling"] is None

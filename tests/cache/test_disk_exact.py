@@ -12,14 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.tiers import prefix_tiers
-from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers import disk_tier
+from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Owner, RequestOutput
+from specmamba.engine.scheduler import longest_prefix_first
 from specmamba.models.text.tokenizer import Tokenizer
 from tests.cache.test_disk_tier import DAMAGE
 from tests.cache.test_prefix_exact import check_pools
@@ -65,7 +69,13 @@ def tiers(llm: LLM) -> PrefixTiers:
     return llm.engine.cache_manager.tiers
 
 
-def stats(llm: LLM) -> DiskStats:
+def disk_of(llm: LLM) -> DiskTier:
+    disk = tiers(llm).tiers[-1]
+    assert isinstance(disk, DiskTier)
+    return disk
+
+
+def stats(llm: LLM) -> TierStats:
     disk = llm.engine.stats().disk
     assert disk is not None
     return disk
@@ -124,6 +134,60 @@ def test_texts_and_drafts_are_those_of_a_cold_run(
     assert turn.token_ids == without_cache(drafts, turn.prompt_token_ids).token_ids
 
 
+@pytest.mark.fast_cases("tree")
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_texts_are_the_same_from_every_tier(drafts: str, prompt: Tokens, prompts: list[Tokens], tmp_path: Path) -> None:
+    """Cold, from the pools, from host memory, from disk after a restart, and the parts of a text from all three."""
+    flags: dict[str, Any] = {"hicache_write_policy": "write_back", "hicache_size": 0.02, "page_size": 4}
+    cold = without_cache(drafts, prompt, page_size=4)
+    longer = prompt + cold.token_ids + next(each for each in prompts if len(each) > 40)[:40]
+    with new_llm(tmp_path / "prefixes", drafts, **flags) as llm:
+        outputs = [run(llm, prompt), run(llm, prompt)]
+        llm.engine.cache_manager.cache.evict_states(64)
+        outputs.append(run(llm, prompt))
+        host, disk = llm.engine.stats().host, stats(llm)
+        assert host is not None
+        assert (host.hits, host.hit_tokens, host.evictions) == (1, len(prompt) - 1, 0)
+        assert (disk.hits, disk.writes) == (0, 0)
+        check_pools(llm)
+    with new_llm(tmp_path / "prefixes", drafts, **flags) as llm:
+        outputs.append(run(llm, prompt))
+        assert stats(llm).hit_tokens == outputs[-1].num_cached_tokens == len(prompt) - 1
+        turn = run(llm, longer)
+        llm.engine.cache_manager.cache.evict_states(64)
+        again = run(llm, longer)
+        host = llm.engine.stats().host
+        assert host is not None
+        assert host.hits == 1
+        assert again.num_cached_tokens > len(longer) - 16  # shorter segments are not worth a state
+        check_pools(llm)
+    assert [(each.token_ids, each.spec) for each in outputs] == [(cold.token_ids, cold.spec)] * 4
+    assert turn.token_ids == again.token_ids == without_cache(drafts, longer, page_size=4).token_ids
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_host_memory_has_no_room_for_is_on_disk(policy: str, prompts: list[Tokens], tmp_path: Path) -> None:
+    """Prefixes in pools for a few of them, host memory for a few more, and the rest on disk; none is lost."""
+    chosen = [each[:90] for each in prompts if len(each) >= 90][:8]
+    with new_llm(None, "ngram", disable_radix_cache=True) as llm:
+        expected = [run(llm, text).token_ids for text in chosen]
+    flags: dict[str, Any] = {"context_length": 200, "max_total_tokens": 300, "max_mamba_cache_size": 5}
+    sizes = {"hicache_size": 0.004, "hicache_write_policy": policy}
+    with new_llm(tmp_path / "prefixes", "ngram", **flags, **sizes) as llm:
+        for turn in range(3):
+            for text, tokens in zip(chosen, expected, strict=True):
+                output = run(llm, text)
+                assert output.token_ids == tokens
+                assert output.num_cached_tokens == (0 if turn == 0 else len(text) - 1)
+            assert tiers(llm).drain()
+        host, disk = llm.engine.stats().host, stats(llm)
+        assert host is not None
+        assert host.num_bytes <= host.max_bytes
+        assert (host.hits + disk.hits, host.evictions > 0, disk.hits > 0) == (16, True, True)
+        assert not any((*host.lost_writes.values(), *disk.lost_writes.values()))
+        check_pools(llm)
+
+
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Path]]:
     folder = tmp_path_factory.mktemp("damaged") / "prefixes"
@@ -167,7 +231,7 @@ def test_faults_of_the_disk_are_misses(
         if file.is_dir():
             file.rmdir()
     llm.engine.flush_cache()
-    tiers(llm)._disk._scan()
+    disk_of(llm)._scan()
     assert run(llm, prompt).token_ids == cold.token_ids
     check_pools(llm)
 
@@ -205,6 +269,23 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(damaged: tuple[
     check_pools(llm)
 
 
+def test_a_prefix_on_disk_counts_as_cached_in_the_order_of_admission(
+    damaged: tuple[LLM, Path], prompt: Tokens, prompts: list[Tokens]
+) -> None:
+    llm, _ = damaged
+    run(llm, prompt)
+    forget(llm)
+    engine = llm.engine
+    for name, text in (("new", prompts[0][::-1]), ("stored", prompt)):
+        engine.add_request(name, text, SamplingParams(max_tokens=2))
+    waiting, peek = engine.scheduler.waiting, engine.cache_manager.peek
+    assert [peek(request) for request in waiting] == [0, len(prompt) - 1]
+    assert [each.request_id for each in longest_prefix_first(waiting, peek, 8)] == ["stored", "new"]
+    while engine.has_unfinished_requests:
+        engine.step()
+    check_pools(llm)
+
+
 def test_requests_that_come_together_load_once(damaged: tuple[LLM, Path], prompt: Tokens) -> None:
     llm, _ = damaged
     run(llm, prompt)
@@ -227,7 +308,7 @@ def test_loads_wait_for_each_other_where_they_would_hold_too_much(
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     expected = [output.token_ids for output in llm.generate(chosen, params)]
     forget(llm)
-    monkeypatch.setattr(prefix_tiers, "MAX_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(disk_tier, "MAX_BYTES_IN_FLIGHT", 1)
     most, before = 0, stats(llm)
     for number, text in enumerate(chosen):
         llm.engine.add_request(str(number), text, params)
@@ -254,6 +335,37 @@ def test_other_models_and_settings_are_missed(tmp_path: Path, prompt: Tokens) ->
         assert stats(llm).misses["fingerprint"] == 1
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_states_in_16_bits_are_those_of_the_pool_rounded(stored: str, tmp_path: Path, prompt: Tokens) -> None:
+    folder, dtype = tmp_path / "prefixes", getattr(torch, stored)
+    with new_llm(folder, "plain") as llm:
+        run(llm, prompt)
+        assert tiers(llm).drain()
+        size = stats(llm).num_bytes
+    with new_llm(folder, "plain", hicache_state_dtype=stored, hicache_size=0.02) as llm:
+        states, cache = llm.engine.pools.states, llm.engine.cache_manager.cache
+        first = run(llm, prompt)
+        assert (first.num_cached_tokens, stats(llm).misses["fingerprint"]) == (0, 1)  # float32 is not used
+        assert tiers(llm).drain()
+        assert stats(llm).num_bytes - size < 0.8 * size
+
+        def state() -> torch.Tensor:
+            node = cache.match(np.array(prompt[:-1], dtype=np.int64)).node
+            assert node.state_slot is not None
+            return states.recurrent[:, node.state_slot]
+
+        state()[0, 0, 0, 0] = 1e5  # more than float16 can hold
+        exact = state().clone()
+        cache.evict_states(64)
+        run(llm, prompt)
+        host = llm.engine.stats().host
+        assert host is not None
+        assert host.hits == 1
+        largest = torch.finfo(dtype).max
+        assert torch.equal(state(), exact.clamp(-largest, largest).to(dtype).float())
+        check_pools(llm)
+
+
 @pytest.mark.slow
 def test_two_engines_on_one_folder(tmp_path: Path, prompts: list[Tokens]) -> None:
     """They read each other's entries and keep one budget between them; neither ever gives another text."""
@@ -261,10 +373,10 @@ def test_two_engines_on_one_folder(tmp_path: Path, prompts: list[Tokens]) -> Non
     with new_llm(None, "ngram", disable_radix_cache=True) as llm:
         expected = [run(llm, text).token_ids for text in chosen]
     size = 5 << 20
-    flags: dict[str, Any] = {"hicache_size": size / (1 << 30), "max_mamba_cache_size": 8}
+    flags: dict[str, Any] = {"hicache_storage_size": size / (1 << 30), "max_mamba_cache_size": 8}
     with new_llm(folder, "ngram", **flags) as one, new_llm(folder, "ngram", **flags) as other:
         for turn, llm in zip(range(8), itertools.cycle((one, other))):
-            tiers(llm)._disk._scan()  # so that this turn knows what the last one has written
+            disk_of(llm)._scan()  # so that this turn knows what the last one has written
             for number in (turn % 6, (turn + 1) % 6):  # the second one is the other engine's next text
                 assert run(llm, chosen[number]).token_ids == expected[number]
                 assert tiers(llm).drain()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from specmamba.cache.tiers.disk_stats import DiskStats
+from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
@@ -214,8 +214,8 @@ def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
 
 def test_operations_has_every_metric() -> None:
     sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.1, 0.0, 0, (1.0,), "off")
-    disk = DiskStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
-    stats = replace(FakeEngine().stats(), sizing=sizing, disk=disk)
+    disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
+    stats = replace(FakeEngine().stats(), sizing=sizing, host=disk, disk=disk)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

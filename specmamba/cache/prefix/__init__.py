@@ -227,6 +227,15 @@ class MambaRadixCache:
                 self._remove_branch(node)
         return True
 
+    def drop_spare(self, node: Node) -> None:
+        """Drop a spare state, unless a request has gone on from it, it is locked, or it is gone already."""
+        if not node.is_spare or node.state_slot is None or node.state_locks:
+            return
+        if node.children or node.kv_locks:
+            self._tree.drop_state(node)
+        else:
+            self._remove_branch(node)
+
     def state_nodes(self) -> list[Node]:
         """Return all nodes with a state, parents before their children."""
         return [node for node in self._tree.nodes() if node.state_slot is not None]

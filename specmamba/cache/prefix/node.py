@@ -44,6 +44,7 @@ class Node:
     hits: int = 0  # requests whose match ended at this node
     evicted: dict[int, None] = field(default_factory=dict)  # first tokens of evicted children, oldest first
     lost_state: bool = False  # the node had a state that was evicted or given away
+    is_spare: bool = False  # its state was left where texts may part, and no request has gone on from it yet
 
     def __repr__(self) -> str:
         state = "tombstone" if self.state_slot is None else f"state {self.state_slot}"

@@ -125,7 +125,7 @@ class RadixTree:
 
     def put_state(self, node: Node, slot: int) -> None:
         """Give a node its state: a slot that the prefix cache owns, with the state after ``node.end`` tokens."""
-        node.state_slot, node.lost_state = slot, False
+        node.state_slot, node.lost_state, node.is_spare = slot, False, False
         self.state_nodes[slot] = node
         self.recency.add_state(node)
 

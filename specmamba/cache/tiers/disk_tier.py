@@ -6,47 +6,26 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from specmamba.cache.prefix.node import Tokens
 from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
-from specmamba.cache.tiers.disk_stats import DiskCounts, DiskMiss, DiskStats, LostWrite
-from specmamba.cache.tiers.entry import Entry, EntryLayout
+from specmamba.cache.tiers.entry import Buffers, Entry, EntryLayout
 from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
 from specmamba.cache.tiers.entry_index import EntryIndex, Stored
 from specmamba.cache.tiers.mover import Mover
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
+from specmamba.cache.tiers.tier import MAX_LOAD_S, Load, TierName, WritePolicy
+from specmamba.cache.tiers.tier_stats import LostWrite, TierCounts, TierMiss, TierStats
 
 logger = logging.getLogger("specmamba")
 
 MAX_BYTES_IN_FLIGHT = 512 << 20  # in each direction; a single prefix may be larger
-MAX_LOAD_S = 10.0  # a request does not wait longer for a disk
 SCAN_INTERVAL_S = 2.0  # between two looks for what other processes have written
 TOUCH_INTERVAL_NS = 60 * 10**9  # between two notes on a file that it is used
 CLOSE_S = 30.0  # for what is still to be written
-
-
-class Load:
-    """A chain of entries on its way from the disk. Made by ``DiskTier.load``; other threads may ask for its result."""
-
-    def __init__(self, chain: Sequence[Stored]) -> None:
-        self.chain = tuple(chain)
-        self.nbytes = sum(entry.token_bytes for entry in chain) + chain[-1].state_bytes  # in memory
-        self.began = time.monotonic()
-        self.is_over = False  # its request has taken it, or wants it no more
-        self._result: tuple[Entry, ...] | DiskMiss | None = None
-
-    @property
-    def result(self) -> tuple[Entry, ...] | DiskMiss | None:
-        """The entries, all but the last without a state; why there are none; None: it is not known yet."""
-        is_late = self._result is None and time.monotonic() - self.began > MAX_LOAD_S
-        return "slow" if is_late else self._result
-
-    def end(self, result: tuple[Entry, ...] | DiskMiss) -> None:
-        """Set the result."""
-        self._result = result
 
 
 class DiskTier:
@@ -56,7 +35,17 @@ class DiskTier:
     miss or a write that is lost.
     """
 
-    def __init__(self, path: Path, layout: EntryLayout, max_bytes: int, max_tokens: int) -> None:
+    name: TierName = "disk"
+    outlives = True
+
+    def __init__(
+        self,
+        path: Path,
+        layout: EntryLayout,
+        max_bytes: int,
+        max_tokens: int,
+        policy: WritePolicy = "write_through",
+    ) -> None:
         """Read the headers of all entries.
 
         Args:
@@ -64,19 +53,21 @@ class DiskTier:
             layout: of this engine's entries.
             max_bytes: of all files. What was used longest ago is removed for what is new.
             max_tokens: of a segment that is read.
+            policy: as ``Tier`` has it.
 
         Raises:
             ConfigError: the folder cannot be used.
         """
-        self.layout = layout
-        self._folder, self._secret = EntryFolder.open(path)
+        self.layout, self.policy = layout, policy
+        self._folder, self.secret = EntryFolder.open(path)
         self._max_bytes, self._max_tokens = max_bytes, max_tokens
         self._index = EntryIndex()
         self._lock = threading.Lock()  # guards the index, the counts and what is being written
-        self._counts = DiskCounts()
+        self._counts = TierCounts()
         self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
         self._reader = Mover("specmamba-disk-reader", 2 * MAX_BYTES_IN_FLIGHT)
         self._writer = Mover("specmamba-disk-writer", MAX_BYTES_IN_FLIGHT)
+        self._loading = 0  # bytes of loads that are not released
         self._scanned, self._seen = 0.0, -1
         self._reads_since: float | None = None  # when the reader's thread began with its newest load
         with suppress(OSError):
@@ -85,7 +76,7 @@ class DiskTier:
 
     def hasher(self, tokens: Tokens, extra_key: str | None, tenant: str | None) -> PrefixHasher:
         """Return what hashes beginnings of a text [n] int64."""
-        return PrefixHasher(self._secret, tenant, extra_key, tokens)
+        return PrefixHasher(self.secret, tenant, extra_key, tokens)
 
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the entries that hold the longest beginning of a text, those that are being written included."""
@@ -94,7 +85,19 @@ class DiskTier:
         with self._lock:
             return self._index.find(self.layout.fingerprint, text)
 
-    def why_absent(self, text: PrefixHasher) -> DiskMiss:
+    def has(self, key: bytes) -> bool:
+        """Whether there is an entry of this layout with this key."""
+        with self._lock:
+            return self._index.get((self.layout.fingerprint, key)) is not None
+
+    def held(self) -> Iterator[Entry]:
+        """Iterate over nothing: files are for all processes."""
+        return iter(())
+
+    def forget(self) -> None:
+        """Do nothing: files are for all processes."""
+
+    def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return why ``find`` finds nothing: "fingerprint" if other models or settings have entries of the text."""
         with self._lock:
             others = self._index.fingerprints - {self.layout.fingerprint}
@@ -114,12 +117,20 @@ class DiskTier:
         if old:
             self._reader.put(lambda: self._touch(old), 0)
 
-    def load(self, chain: Sequence[Stored]) -> Load:
-        """Begin to read a chain; of all entries but the last, KV alone is read."""
+    def load(self, chain: Sequence[Stored]) -> Load | None:
+        """Begin to read a chain; of all entries but the last, KV alone is read. None: loads hold too much memory."""
         load = Load(chain)
+        if self._loading and self._loading + load.nbytes > MAX_BYTES_IN_FLIGHT and not self.hangs:
+            return None
+        self._loading += load.nbytes
         if self.hangs or not self._reader.put(lambda: load.end(self._read(load)), load.nbytes):
             load.end("slow")
         return load
+
+    def release(self, load: Load) -> None:
+        """Count a load's memory no more, and do not read it if it was not read yet."""
+        load.is_over = True
+        self._loading -= load.nbytes
 
     @property
     def hangs(self) -> bool:
@@ -127,18 +138,25 @@ class DiskTier:
         since = self._reads_since
         return since is not None and time.monotonic() - since > MAX_LOAD_S
 
-    def has_room_to_put(self, nbytes: int) -> bool:
-        """Whether ``put`` takes an entry of this size; False is counted as a lost write."""
+    def allocate(self, num_tokens: int, parent: bytes) -> Buffers | None:
+        """Return memory for an entry; None, counted as a lost write: it is too large, or too much waits already."""
+        nbytes = self.layout.entry_bytes(num_tokens)
         lost: LostWrite | None = "too_large" if nbytes > self._max_bytes else None
         if lost is None and not self._writer.has_room(nbytes):
             lost = "busy"
         if lost is not None:
             self._lose(lost)
-        return lost is None
+            return None
+        return self.layout.new_buffers(num_tokens)
 
-    def wait_to_put(self, nbytes: int, timeout_s: float) -> bool:
-        """Wait until ``put`` takes an entry of this size; for the end of a process only."""
-        return self._writer.wait(nbytes, timeout_s)
+    def wait_to_put(self, num_tokens: int, timeout_s: float) -> bool:
+        """Wait until an entry of this size is taken; returns whether it is."""
+        return self._writer.wait(self.layout.entry_bytes(num_tokens), timeout_s)
+
+    def waiting(self) -> set[bytes]:
+        """Return the keys of entries that are not written yet."""
+        with self._lock:
+            return set(self._coming)
 
     def put(self, entry: Entry) -> None:
         """Write an entry, soon. It is found from now on."""
@@ -155,24 +173,28 @@ class DiskTier:
             self._lose("busy")
 
     def count_hit(self, load: Load, num_tokens: int) -> None:
-        """Count a chain that is in memory now, ``num_tokens`` of which were not before."""
-        counts = self._counts
+        """Count a chain that is in the pools now, ``num_tokens`` of which were not before."""
         with self._lock:
-            counts.hits += 1
-            counts.hit_tokens += num_tokens
-            counts.load_seconds += time.monotonic() - load.began
-            counts.loaded_bytes += load.nbytes
+            self._counts.hit(num_tokens, load.nbytes, time.monotonic() - load.began)
 
-    def count_miss(self, reason: DiskMiss) -> None:
+    def count_miss(self, reason: TierMiss) -> None:
         """Count a request that got nothing."""
         with self._lock:
             self._counts.misses[reason] += 1
 
-    def stats(self) -> DiskStats:
+    def stats(self) -> TierStats:
         """Return sizes now and counts since the start."""
         in_flight = self._reader.num_bytes + self._writer.num_bytes
         with self._lock:
             return self._counts.stats(len(self._index), self._index.num_bytes, self._max_bytes, in_flight)
+
+    def describe_line(self) -> str:
+        """Return a line for the report at start."""
+        stats, gib = self.stats(), 1 << 30
+        return (
+            f"prefixes on disk: {stats.num_entries} entries in {stats.num_bytes / gib:.2f} GiB of "
+            f"{stats.max_bytes / gib:.2f}, {self.policy}"
+        )
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until all that was put is written; returns whether it was."""
@@ -186,7 +208,7 @@ class DiskTier:
 
     # ---- on the reader's thread --------------------------------------------------------------------------------------
 
-    def _read(self, load: Load) -> tuple[Entry, ...] | DiskMiss:
+    def _read(self, load: Load) -> tuple[Entry, ...] | TierMiss:
         if load.is_over:
             return "slow"
         self._reads_since = time.monotonic()
@@ -198,7 +220,7 @@ class DiskTier:
         finally:
             self._reads_since = None
 
-    def _read_chain(self, load: Load) -> tuple[Entry, ...] | DiskMiss:
+    def _read_chain(self, load: Load) -> tuple[Entry, ...] | TierMiss:
         entries: list[Entry] = []
         for stored in load.chain:
             try:

@@ -16,6 +16,7 @@ FORMAT_VERSION = 1
 DIGEST_BYTES = 32
 
 Bytes = NDArray[np.uint8]
+Buffers = tuple[tuple[Bytes, ...], tuple[Bytes, ...]]  # memory for an entry: an array for each token part, state part
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,15 @@ class EntryLayout:
     def fingerprint(self) -> bytes:
         """The digest of the layout. Entries are used by pools of the same fingerprint only."""
         return hashlib.sha256(self.description).digest()
+
+    def new_buffers(self, num_tokens: int) -> Buffers:
+        """Allocate memory for an entry of this many tokens."""
+        tokens = tuple(np.empty(part.nbytes * num_tokens, dtype=np.uint8) for part in self.token_parts)
+        return tokens, tuple(np.empty(part.nbytes, dtype=np.uint8) for part in self.state_parts)
+
+    def entry_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV and state of an entry of this many tokens."""
+        return num_tokens * self.token_bytes + self.state_bytes
 
     @property
     def token_bytes(self) -> int:

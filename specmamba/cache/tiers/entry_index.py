@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class EntryIndex:
         self._entries: dict[Name, Stored] = {}
         self._num_of: Counter[bytes] = Counter()  # entries of each fingerprint
         self._below: dict[Name, Counter[int]] = {}  # by fingerprint and parent: the ends of the entries that follow
+        # (used, number, entry): those that may be leaves, by when they were used at that time
+        self._by_use: list[tuple[int, int, Stored]] = []
+        self._numbers = itertools.count()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -71,6 +75,7 @@ class EntryIndex:
         self._num_of[entry.fingerprint] += 1
         self._below.setdefault((entry.fingerprint, entry.parent), Counter())[entry.end] += 1
         self.num_bytes += entry.nbytes
+        self._push(entry)
 
     def remove(self, name: Name) -> Stored | None:
         """Remove an entry; returns it, or None if there is none of this name."""
@@ -86,6 +91,8 @@ class EntryIndex:
             del ends[entry.end]
         if not ends:
             del self._below[entry.fingerprint, entry.parent]
+            if (parent := self._entries.get((entry.fingerprint, entry.parent))) is not None:
+                self._push(parent)
         self.num_bytes -= entry.nbytes
         return entry
 
@@ -118,9 +125,32 @@ class EntryIndex:
         return chain[::-1]
 
     def oldest(self, spared: Container[Name] = ()) -> Stored | None:
-        """Return what was used longest ago of the entries that no other one continues; None: all such are spared."""
-        leaves = (entry for entry in self if entry.name not in self._below and entry.name not in spared)
-        return min(leaves, key=lambda entry: entry.used, default=None)
+        """Return what was used longest ago of the entries that no other one continues; None: all such are spared.
+
+        In O(log n) of the entries, but for those that are spared or were used since the last call.
+        """
+        if len(self._by_use) > 2 * len(self._entries) + 64:
+            self._by_use = [(entry.used, next(self._numbers), entry) for entry in self]
+            heapq.heapify(self._by_use)
+        kept: list[Stored] = []
+        found: Stored | None = None
+        while self._by_use and found is None:
+            used, _, entry = heapq.heappop(self._by_use)
+            if self._entries.get(entry.name) is not entry or entry.name in self._below:
+                continue  # gone, or no leaf: its last child pushes it again
+            if entry.name in spared:
+                kept.append(entry)
+            elif entry.used > used:
+                self._push(entry)
+            else:
+                found = entry
+                kept.append(entry)
+        for entry in kept:
+            self._push(entry)
+        return found
+
+    def _push(self, entry: Stored) -> None:
+        heapq.heappush(self._by_use, (entry.used, next(self._numbers), entry))
 
     def _ends_behind(self, fingerprint: bytes, parent: bytes, most: int) -> list[int]:
         return [end for end in self._below.get((fingerprint, parent), ()) if end <= most]

@@ -1,42 +1,46 @@
-"""What lies below the prefix cache: its states are written to disk, and come back where a match ends short."""
+"""What lies below the prefix cache: its states are written to tiers, and come back where a match ends short."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.prefix import MambaRadixCache
-from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots
+from specmamba.cache.prefix.node import Node, Tokens, TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
-from specmamba.cache.tiers.disk_stats import DiskStats
-from specmamba.cache.tiers.disk_tier import CLOSE_S, MAX_BYTES_IN_FLIGHT, DiskTier, Load
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.entry_index import Stored
+from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
-from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS
+from specmamba.cache.tiers.saving import Saving
+from specmamba.cache.tiers.tier import Load, Tier, TierName
+from specmamba.cache.tiers.tier_stats import TierStats
+from specmamba.cache.tiers.tier_writer import MIN_GAIN, Hashes, TierWriter
 
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-MIN_GAIN = 16  # tokens that an entry adds to those before it, or to what is in memory: each has a whole state
 IDLE_WAIT_S = 0.002  # of an engine that has nothing to do until a load ends
+CLOSE_S = 30.0  # for what is still to be written
 
 
 @dataclass(slots=True)
-class DiskWish:
-    """What a waiting request wants of the disk. It asks once, when it is first considered for admission."""
+class TierWish:
+    """What a waiting request wants of the tiers. It asks once, when it is first considered for admission."""
 
     is_over: bool = False
-    load: Load | None = None  # its own
+    load: Load | None = None  # its own,
+    tier: Tier | None = None  # and where it comes from
     other: Load | None = None  # of another request, which brings a part of the same text
     refused_at: int | None = None  # loads that had ended when there was no room for its own
+    failed: list[Tier] = field(default_factory=list)  # tiers whose loads have failed
+    num_stored: int | None = None  # tokens that the tiers had when they were first asked; None: not yet
 
 
 class PrefixTiers:
-    """Moves prefixes between ``MambaRadixCache`` and a disk. All calls come from the engine's thread."""
+    """Moves prefixes between ``MambaRadixCache`` and tiers. All calls come from the engine's thread."""
 
     def __init__(
         self,
@@ -44,56 +48,80 @@ class PrefixTiers:
         kv: KVPool,
         states: StatePool,
         transfer: PoolTransfer,
-        disk: DiskTier,
-        policy: WritePolicy,
+        tiers: Sequence[Tier],
+        hashes: Hashes,
     ) -> None:
-        """Put a disk below a cache.
+        """Put tiers below a cache.
 
         Args:
             cache: the tree, on these pools.
             kv, states: the pools.
             transfer: between the pools and entries.
-            disk: of the transfer's layout.
-            policy: when a state is written: as soon as the cache has it, when a request hits it, or when it is evicted
-                (and at the end).
+            tiers: of the transfer's layout, the fastest first.
+            hashes: of texts, by which all of them find entries.
         """
         self._cache, self._kv, self._states = cache, kv, states
-        self._transfer, self._disk, self.policy = transfer, disk, policy
+        self._transfer, self._hashes = transfer, hashes
+        self.tiers = tuple(tiers)
+        self._writer = TierWriter(transfer, self.tiers, hashes)
         self._loads: list[Load] = []  # under way
         self._num_ended = 0
-        if policy == "write_back":
-            cache.on_evict = self._write
+        if self._writer.below(None) is not None:
+            cache.on_evict = self._writer.write_evicted
+        for tier in self.tiers:
+            if isinstance(tier, HostTier) and (below := self._writer.below(tier)) is not None:
+                tier.on_evict = partial(self._writer.copy, tier=below)
 
-    def is_loading(self, wish: DiskWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> bool:
-        """Bring what the disk has of a text into the cache; True while that lasts, and the request should wait.
+    # ---- for the cache manager ---------------------------------------------------------------------------------------
+
+    def is_loading(self, wish: TierWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> bool:
+        """Bring what the tiers have of a text into the cache; True while that lasts, and the request should wait.
 
         Args:
             wish: of the request; new at first.
             tokens: [n] int64, of the text.
             extra_key, tenant: its scope.
         """
-        if wish.is_over:
-            return False
-        if wish.other is not None and not wish.other.is_over and wish.other.result is None:
-            return True
-        if wish.refused_at == self._num_ended:
-            return True
-        if wish.load is None and not self._begin(wish, tokens, extra_key, tenant):
-            return not wish.is_over
-        assert wish.load is not None
-        if (result := wish.load.result) is None:
-            return True
-        self._end(wish)
-        if isinstance(result, str):
-            self._disk.count_miss(result)
-        else:
-            self._insert(wish.load, result, tokens, extra_key, tenant)
+        while not wish.is_over:
+            if wish.other is not None and not wish.other.is_over and wish.other.result is None:
+                return True
+            if wish.refused_at == self._num_ended:
+                return True
+            if wish.load is None and not self._begin(wish, tokens, extra_key, tenant):
+                return not wish.is_over
+            load, tier = wish.load, wish.tier
+            assert load is not None
+            assert tier is not None
+            if (result := load.result) is None:
+                return True
+            if isinstance(result, str):
+                tier.count_miss(result)
+                wish.failed.append(tier)  # another one may have some of it
+            else:
+                wish.is_over = True
+                self._insert(tier, load, result, tokens, extra_key, tenant)
+            self._release(wish)
         return False
 
-    def cancel(self, wish: DiskWish) -> None:
+    def peek(self, wish: TierWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> int:
+        """Return how many tokens of a text a load could bring; arguments as of ``is_loading``.
+
+        They are looked up once for each wish. 0 when its load is over: what it has brought is in the cache.
+        """
+        if wish.is_over:
+            return 0
+        if wish.num_stored is None:
+            text, wish.num_stored = self._hashes(tokens, extra_key, tenant), 0
+            for tier in self.tiers:
+                text.restart()
+                chain = tier.find(text)
+                wish.num_stored = max(wish.num_stored, chain[-1].end if chain else 0)
+        return wish.num_stored
+
+    def cancel(self, wish: TierWish) -> None:
         """Forget the load of a request that is gone."""
-        if not wish.is_over:
-            self._end(wish)
+        wish.is_over = True
+        self._release(wish)
 
     def wait(self) -> None:
         """Wait a short time for a load, when nothing else is to be done."""
@@ -101,86 +129,115 @@ class PrefixTiers:
             time.sleep(IDLE_WAIT_S)
 
     def state_was_left(self, node: Node) -> None:
-        """Write the state of a node that a request has just left."""
-        if self.policy == "write_through":
-            self._write(node)
+        """Write the state of a node that a request has just left, where that is the policy."""
+        self._writer.write_where("write_through", node)
 
     def state_was_hit(self, node: Node) -> None:
         """Note that a request goes on from a node's state."""
-        if self.policy == "write_through_selective" and node.state_slot is not None:
-            self._write(node)
+        if node.state_slot is not None:
+            self._writer.write_where("write_through_selective", node)
 
-    def describe_line(self) -> str:
-        """Return a line for the report at start."""
-        stats, gib = self._disk.stats(), 1 << 30
-        return (
-            f"prefixes on disk: {stats.num_entries} entries in {stats.num_bytes / gib:.2f} GiB of "
-            f"{stats.max_bytes / gib:.2f}, {self.policy}"
-        )
+    def forget(self) -> None:
+        """Drop what the tiers have in memory; what outlives the process stays."""
+        for tier in self.tiers:
+            tier.forget()
 
-    def stats(self) -> DiskStats:
-        """Return the figures of the disk."""
-        return self._disk.stats()
+    def describe_lines(self) -> list[str]:
+        """Return lines for the report at start."""
+        return [tier.describe_line() for tier in self.tiers]
+
+    def stats(self) -> dict[TierName, TierStats]:
+        """Return the figures of each tier, by its name."""
+        return {tier.name: tier.stats() for tier in self.tiers}
 
     def drain(self) -> bool:
-        """Wait until all that was given to the disk is written; returns whether it is."""
-        return self._disk.drain()
+        """Wait until all that was given to the tiers is stored; returns whether it is."""
+        return all(tier.drain() for tier in self.tiers)
+
+    def start_saving(self) -> Saving | None:
+        """Return what writes everything to the tier that outlives the process; None: there is none."""
+        tier = next((tier for tier in self.tiers if tier.outlives), None)
+        if tier is None:
+            return None
+        above = self.tiers[: self.tiers.index(tier)]
+        return Saving(self._cache.state_nodes(), above, tier, self._writer)
 
     def close(self) -> None:
-        """Write what the policy leaves for the end, and end the threads."""
-        if self.policy == "write_back":
-            self._cache.on_evict = None
-            deadline = time.monotonic() + CLOSE_S
-            for node in self._cache.state_nodes():  # parents first, so that their children continue them
-                self._write(node, deadline)
-        self._disk.close()
+        """Write what the policies leave for the end, and end the threads."""
+        self._cache.on_evict = None
+        saves = any(tier.outlives and tier.policy == "write_back" for tier in self.tiers)
+        saving = self.start_saving() if saves else None
+        if saving is not None:
+            saving.go_on(CLOSE_S)
+        for tier in self.tiers:
+            tier.close()
 
-    # ---- from the disk -----------------------------------------------------------------------------------------------
+    # ---- from a tier -------------------------------------------------------------------------------------------------
 
-    def _begin(self, wish: DiskWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> bool:
+    def _begin(self, wish: TierWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> bool:
         """Begin a load for a request; False where it has to wait for another one, or has nothing to load."""
         known = self._cache.peek(tokens, extra_key, tenant)[0]
-        if len(tokens) - known < MIN_GAIN:
+        found = self._longest(wish, tokens, extra_key, tenant, known) if len(tokens) - known >= MIN_GAIN else None
+        if found is None:
             wish.is_over = True
             return False
-        text = self._disk.hasher(tokens, extra_key, tenant)
-        chain = [entry for entry in self._disk.find(text) if entry.end > known]
-        if not chain or chain[-1].end - known < MIN_GAIN:
-            if not chain and not wish.other:
-                self._disk.count_miss(self._disk.why_absent(text))
-            wish.is_over = True
-            return False
+        tier, chain = found
         keys = {entry.key for entry in chain}
         wish.other = next((load for load in self._loads if any(each.key in keys for each in load.chain)), None)
         if wish.other is not None:
             return False
-        if not self._has_room_to_load(chain):
+        wish.load = tier.load(chain)
+        if wish.load is None:
             wish.refused_at = self._num_ended
             return False
-        wish.load = self._disk.load(chain)
+        wish.tier = tier
         self._loads.append(wish.load)
         return True
 
-    def _has_room_to_load(self, chain: Sequence[Stored]) -> bool:
-        """Whether the memory that loads hold, until they are in the pools, stays bounded with this one."""
-        held = sum(load.nbytes for load in self._loads)
-        return not held or held + Load(chain).nbytes <= MAX_BYTES_IN_FLIGHT or self._disk.hangs
+    def _longest(
+        self, wish: TierWish, tokens: Tokens, extra_key: str | None, tenant: str | None, known: int
+    ) -> tuple[Tier, list[Stored]] | None:
+        """Return the tier with the longest beginning of a text, and its entries behind position ``known``.
 
-    def _end(self, wish: DiskWish) -> None:
-        wish.is_over = True
+        Where two have the same, the faster one is chosen. Those that have nothing more than the pools count a miss.
+        """
+        text = self._hashes(tokens, extra_key, tenant)
+        best: tuple[Tier, list[Stored]] | None = None
+        for tier in self.tiers:
+            if tier in wish.failed:
+                continue
+            text.restart()
+            chain = [entry for entry in tier.find(text) if entry.end > known]
+            if not chain:
+                if not wish.other and not wish.failed:
+                    tier.count_miss(tier.why_absent(text))
+            elif chain[-1].end - known >= MIN_GAIN and (best is None or chain[-1].end > best[1][-1].end):
+                best = tier, chain
+        return best
+
+    def _release(self, wish: TierWish) -> None:
+        """End a request's load, if it has one; it may begin another one."""
         if wish.load is not None:
-            wish.load.is_over = True
+            assert wish.tier is not None
+            wish.tier.release(wish.load)
             self._loads.remove(wish.load)
             self._num_ended += 1
+        wish.load = wish.tier = None
 
     def _insert(
-        self, load: Load, entries: Sequence[Entry], tokens: Tokens, extra_key: str | None, tenant: str | None
+        self,
+        tier: Tier,
+        load: Load,
+        entries: Sequence[Entry],
+        tokens: Tokens,
+        extra_key: str | None,
+        tenant: str | None,
     ) -> None:
         """Insert a chain into the cache as if a request had left it."""
         last = entries[-1]
         node = self._cache.match(tokens[: last.end], extra_key, tenant).node
         if node.end < load.chain[0].start or last.end - node.end < 1:  # evicted meanwhile, or left by another request
-            self._disk.count_miss("no_room")
+            tier.count_miss("no_room")
             return
         self._cache.lock(node)
         try:
@@ -189,9 +246,9 @@ class PrefixTiers:
             start = node.end
             self._cache.unlock(node)
         if fits:
-            self._disk.count_hit(load, last.end - start)
+            tier.count_hit(load, last.end - start)
         else:
-            self._disk.count_miss("no_room")
+            tier.count_miss("no_room")
 
     def _insert_below(self, node: Node, entries: Sequence[Entry], tokens: Tokens) -> bool:
         """Insert the tokens that follow a locked node, with their KV and the state at their end; False: no room."""
@@ -217,48 +274,3 @@ class PrefixTiers:
             if slot is not None:
                 self._states.free(slot, PREFIX_CACHE)
         return True
-
-    # ---- to the disk -------------------------------------------------------------------------------------------------
-
-    def _write(self, node: Node, deadline: float | None = None) -> None:
-        """Give the state of a node to the disk, with the KV since the nearest state that the disk has."""
-        tokens, root = _text_of(node)
-        if len(tokens) <= HEAD_TOKENS or node.state_slot is None:
-            return
-        text = self._disk.hasher(tokens, root.extra_key, root.tenant)
-        chain = self._disk.find(text)
-        self._disk.note_use(chain)
-        start = chain[-1].end if chain else 0
-        if node.end - start < MIN_GAIN:
-            return
-        layout = self._transfer.layout
-        nbytes = (node.end - start) * layout.token_bytes + layout.state_bytes
-        if deadline is not None:
-            self._disk.wait_to_put(nbytes, deadline - time.monotonic())
-        if not self._disk.has_room_to_put(nbytes):
-            return
-        key = text.digest(node.end)
-        if chain:
-            parent = chain[-1].key
-        else:
-            text.restart()
-            parent = text.digest(HEAD_TOKENS)
-        self._disk.put(self._transfer.take(key, parent, start, _slots_of(node, start), node.state_slot))
-
-
-def _text_of(node: Node) -> tuple[Tokens, Root]:
-    """Return the tokens from the root to the end of a node, and the root."""
-    path = list(node.path())
-    root = path[-1]
-    assert isinstance(root, Root)
-    return np.concatenate([each.key for each in path[::-1]]), root
-
-
-def _slots_of(node: Node, start: int) -> TokenSlots:
-    """Return the token slots of positions [start, node.end)."""
-    parts: list[TokenSlots] = []
-    for each in node.path():
-        if each.end <= start:
-            break
-        parts.append(each.slots[max(0, start - each.start) :])
-    return np.concatenate(parts[::-1])

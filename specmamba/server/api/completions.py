@@ -170,7 +170,7 @@ def completion_routes(service: Service) -> APIRouter:
         record = CallRecord.of(request.scope)
         call_id = record.new_call_id("cmpl")
         service.check_model(body.model)
-        prompts = _as_list(body.prompt)
+        prompts = as_list(body.prompt)
         # Checked before the texts are encoded, which takes time.
         check_number(body.num_asked, "n" if body.best_of is None else "best_of", len(prompts), service.config)
         if body.suffix:
@@ -223,7 +223,8 @@ def _ending_like_a_gap(service: Service, body: CompletionRequest) -> CompletionR
     return body.model_copy(update={"stop_token_ids": stops})
 
 
-def _as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+def as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """Return the prompts of a ``prompt`` field, of which there may be one."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):

@@ -174,21 +174,21 @@ def prefix_cache_routes(service: Service) -> APIRouter:
         """
         view = view_of(request.scope)
         if query.format == "text":
-            return PlainTextResponse(await _between_steps(service.engine, lambda engine: _tree(engine, view)) + "\n")
-        report = await _between_steps(service.engine, lambda engine: _report(engine, view))
+            return PlainTextResponse(await between_steps(service.engine, lambda engine: _tree(engine, view)) + "\n")
+        report = await between_steps(service.engine, lambda engine: _report(engine, view))
         return Response(report.model_dump_json(), media_type="application/json")
 
     @router.post("/flush_cache", responses=errors(401, 403, 503))
     async def flush_cache(request: Request) -> Flushed:
         """Evict every cached prefix that no running request uses. For the operator."""
         check_operator(request.scope)
-        num_tokens = await _between_steps(service.engine, lambda engine: engine.flush_cache())
+        num_tokens = await between_steps(service.engine, lambda engine: engine.flush_cache())
         return Flushed(flushed_tokens=num_tokens)
 
     return router
 
 
-async def _between_steps(engine: EngineThread, function: Callable[[Engine], T]) -> T:
+async def between_steps(engine: EngineThread, function: Callable[[Engine], T]) -> T:
     """Call a function with the engine, on its thread, between two steps.
 
     Raises:

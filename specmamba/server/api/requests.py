@@ -43,6 +43,11 @@ NotYet = Field(description="not supported yet: only the values that ask for noth
 CacheKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+def cache_key_of(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """Return the two as one text, different for every pair; None without both."""
+    return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
+
+
 class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
@@ -131,10 +136,8 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def prefix_cache_key(self) -> str | None:
-        """``cache_salt`` and ``extra_key`` as one text, different for every pair; None without both."""
-        if self.cache_salt is None and self.extra_key is None:
-            return None
-        return json.dumps([self.cache_salt, self.extra_key])
+        """``cache_salt`` and ``extra_key`` as one text."""
+        return cache_key_of(self.cache_salt, self.extra_key)
 
     @property
     def num_logprobs(self) -> int | None:

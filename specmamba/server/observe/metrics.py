@@ -25,7 +25,7 @@ from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
-    from specmamba.cache.tiers.disk_stats import DiskStats
+    from specmamba.cache.tiers.tier_stats import TierStats
     from specmamba.engine.scheduler import EngineStats
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -81,34 +81,36 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
     if stats.sizing is not None:
         yield from _sizing_metrics(stats.sizing)
     yield from _cache_counters(stats.prefix_cache, with_salts)
+    if stats.host is not None:
+        yield from _tier_metrics("prefix_host", "host memory", stats.host)
     if stats.disk is not None:
-        yield from _disk_metrics(stats.disk)
+        yield from _tier_metrics("prefix_disk", "disk", stats.disk)
 
 
-def _disk_metrics(disk: DiskStats) -> Iterator[Metric]:
-    """The prefixes on disk: what there is, what requests got of it, and what was written."""
+def _tier_metrics(prefix: str, where: str, tier: TierStats) -> Iterator[Metric]:
+    """The prefixes in a tier: what there is, what requests got of it, and what was written."""
     gauges = {
-        "entries": ("Entries in the folder of prefixes", disk.num_entries),
-        "bytes": ("Bytes of the files in the folder of prefixes", disk.num_bytes),
-        "max_bytes": ("Bytes that the files in the folder of prefixes may take", disk.max_bytes),
-        "bytes_in_flight": ("Bytes that wait to be written or read", disk.bytes_in_flight),
+        "entries": (f"Entries of prefixes, in {where}", tier.num_entries),
+        "bytes": (f"Bytes of prefixes in {where}", tier.num_bytes),
+        "max_bytes": (f"Bytes that prefixes may take in {where}", tier.max_bytes),
+        "bytes_in_flight": ("Bytes that wait to be written or read", tier.bytes_in_flight),
     }
     for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"specmamba_prefix_disk_{name}", text, value=value)
+        yield GaugeMetricFamily(f"specmamba_{prefix}_{name}", text, value=value)
     counters = {
-        "hits": "Requests that got a longer prefix from disk than from memory",
-        "hit_tokens": "Tokens that were loaded from disk",
-        "load_seconds": "Time from a request's question to its prefix in memory, of all hits",
+        "hits": f"Requests that got a longer prefix from {where} than from the pools",
+        "hit_tokens": f"Tokens that were loaded from {where}",
+        "load_seconds": "Time from a request's question to its prefix in the pools, of all hits",
         "loaded_bytes": "Bytes that were loaded for hits",
         "writes": "Entries that were written",
         "written_bytes": "Bytes that were written",
         "evictions": "Entries that were removed for want of room",
         "damaged": "Files that were found damaged, and removed",
     }
-    yield from _counters("prefix_disk", disk, counters)
-    yield _labelled("prefix_disk_miss", "Requests that got nothing from disk", "reason", disk.misses.items())
+    yield from _counters(prefix, tier, counters)
+    yield _labelled(f"{prefix}_miss", f"Requests that got nothing from {where}", "reason", tier.misses.items())
     lost = "Entries that were not written"
-    yield _labelled("prefix_disk_lost_writes", lost, "reason", disk.lost_writes.items())
+    yield _labelled(f"{prefix}_lost_writes", lost, "reason", tier.lost_writes.items())
 
 
 def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
@@ -135,7 +137,7 @@ def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
 
 
 def _counters(
-    prefix: str, stats: CacheStats | DiskStats | SizingStats | SpecStats, texts: Mapping[str, str]
+    prefix: str, stats: CacheStats | TierStats | SizingStats | SpecStats, texts: Mapping[str, str]
 ) -> Iterator[Metric]:
     """One counter for each of these attributes of ``stats``, given with their help texts."""
     for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""What is counted of prefixes on disk."""
+"""What is counted of the prefixes in a tier: host memory, or a folder on disk."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-DiskMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
-DISK_MISSES: tuple[DiskMiss, ...] = get_args(DiskMiss)
+TierMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
+TIER_MISSES: tuple[TierMiss, ...] = get_args(TierMiss)
 LostWrite = Literal["busy", "too_large", "disk_full", "failed"]
 LOST_WRITES: tuple[LostWrite, ...] = get_args(LostWrite)
 
 
 @dataclass(frozen=True, slots=True)
-class DiskStats:
-    """Sizes of the folder now, entries of other models included, and counts since the start."""
+class TierStats:
+    """Sizes of a tier now, entries of other models in a folder included, and counts since the start."""
 
     num_entries: int
     num_bytes: int
     max_bytes: int
     bytes_in_flight: int
-    hits: int  # requests that got a prefix from the disk
+    hits: int  # requests that got a prefix from the tier
     hit_tokens: int
-    misses: dict[DiskMiss, int]  # requests for which the disk had nothing more than memory, or could not give it
-    load_seconds: float  # from a request's question to its prefix in memory, of all hits
+    misses: dict[TierMiss, int]  # requests for which the tier had nothing more than memory, or could not give it
+    load_seconds: float  # from a request's question to its prefix in the pools, of all hits
     loaded_bytes: int
     writes: int
     written_bytes: int
@@ -33,12 +33,12 @@ class DiskStats:
 
 
 @dataclass(slots=True)
-class DiskCounts:
+class TierCounts:
     """Counts since the start; ``stats`` adds the sizes."""
 
     hits: int = 0
     hit_tokens: int = 0
-    misses: Counter[DiskMiss] = field(default_factory=Counter)
+    misses: Counter[TierMiss] = field(default_factory=Counter)
     load_seconds: float = 0.0
     loaded_bytes: int = 0
     writes: int = 0
@@ -47,16 +47,23 @@ class DiskCounts:
     evictions: int = 0
     damaged: int = 0
 
-    def stats(self, num_entries: int, num_bytes: int, max_bytes: int, bytes_in_flight: int) -> DiskStats:
+    def hit(self, num_tokens: int, nbytes: int, seconds: float) -> None:
+        """Count a request that got ``num_tokens`` more than the pools had."""
+        self.hits += 1
+        self.hit_tokens += num_tokens
+        self.loaded_bytes += nbytes
+        self.load_seconds += seconds
+
+    def stats(self, num_entries: int, num_bytes: int, max_bytes: int, bytes_in_flight: int) -> TierStats:
         """Return these counts with the sizes now."""
-        return DiskStats(
+        return TierStats(
             num_entries=num_entries,
             num_bytes=num_bytes,
             max_bytes=max_bytes,
             bytes_in_flight=bytes_in_flight,
             hits=self.hits,
             hit_tokens=self.hit_tokens,
-            misses={reason: self.misses[reason] for reason in DISK_MISSES},
+            misses={reason: self.misses[reason] for reason in TIER_MISSES},
             load_seconds=self.load_seconds,
             loaded_bytes=self.loaded_bytes,
             writes=self.writes,

@@ -1,0 +1,123 @@
+"""POST /cache/save and /cache/load: cached prefixes to disk now, and from host memory or disk into the pools."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from specmamba.cache.tiers.prefix_tiers import TierWish
+from specmamba.server.api.completions import as_list
+from specmamba.server.api.operations import between_steps
+from specmamba.server.api.requests import CacheKey, cache_key_of
+from specmamba.server.api.service import Service
+from specmamba.server.http.callers import caller_of, check_operator
+from specmamba.server.http.error_answers import SERVER, ApiError, errors
+from specmamba.server.http.fields import Prompt, StrictModel
+
+if TYPE_CHECKING:
+    from specmamba.engine.engine import Engine
+
+SAVE_TIMEOUT_S = 600.0
+POLL_S = 0.01
+
+
+class Saved(BaseModel):
+    """What was written to the folder of prefixes while it was saved, requests' own writes included."""
+
+    success: Literal[True] = True
+    written_entries: int
+    written_bytes: int
+    lost_entries: Annotated[int, Field(description="not written: the metrics have the reasons")]
+
+
+class LoadRequest(StrictModel):
+    """Texts whose prefixes are brought into the pools, before requests ask for them."""
+
+    prompt: Prompt
+    cache_salt: Annotated[CacheKey | None, Field(description="that requests will have")] = None
+    extra_key: Annotated[CacheKey | None, Field(description="that requests will have")] = None
+
+
+class LoadedPrompt(BaseModel):
+    """One text."""
+
+    prompt_tokens: int
+    cached_tokens: Annotated[int, Field(description="of its beginning that are in the pools now, with a state")]
+
+
+class Loaded(BaseModel):
+    """What is cached of each text, in the order of the prompts."""
+
+    success: Literal[True] = True
+    prompts: list[LoadedPrompt]
+
+
+def _refuse_without(what: str, flags: str) -> NoReturn:
+    raise ApiError(400, f"this server keeps {what}: start it with {flags}", code="no_stored_prefixes")
+
+
+def stored_prefix_routes(service: Service) -> APIRouter:
+    """POST /cache/save and /cache/load."""
+    router = APIRouter(prefix="/cache")
+    saving = asyncio.Lock()
+
+    @router.post("/save", responses=errors(400, 401, 403, 503))
+    async def save(request: Request) -> Saved:
+        """Write all cached prefixes to the folder of --hicache-storage-dir, and wait for it. For the operator."""
+        check_operator(request.scope)
+        async with saving:  # a second call waits, and finds next to nothing to write
+            return await _save(service)
+
+    @router.post("/load", responses=errors(400, 401, 503))
+    async def load(body: LoadRequest, request: Request) -> Loaded:
+        """Bring what host memory and disk have of the caller's texts into the pools, as far as there is room."""
+        tenant = caller_of(request.scope).tenant
+        prompts = as_list(body.prompt)
+        tokens = [await service.encode(each) if isinstance(each, str) else each for each in prompts]
+        key = cache_key_of(body.cache_salt, body.extra_key)
+        return Loaded(prompts=[await _load(service, each, key, tenant) for each in tokens])
+
+    return router
+
+
+async def _save(service: Service) -> Saved:
+    saving = await between_steps(service.engine, lambda engine: engine.cache_manager.start_saving())
+    if saving is None:
+        _refuse_without("no prefixes on disk", "--hicache-storage-dir")
+    before, deadline = saving.stats(), time.monotonic() + SAVE_TIMEOUT_S
+    while not await between_steps(service.engine, lambda _: saving.go_on()):
+        if time.monotonic() > deadline:
+            message = f"the disk has not taken all prefixes in {SAVE_TIMEOUT_S:g} s; what it has taken stays"
+            raise ApiError(503, message, kind=SERVER, code="disk_too_slow")
+        await asyncio.sleep(POLL_S)
+    after = saving.stats()
+    return Saved(
+        written_entries=after.writes - before.writes,
+        written_bytes=after.written_bytes - before.written_bytes,
+        lost_entries=sum(after.lost_writes.values()) - sum(before.lost_writes.values()),
+    )
+
+
+async def _load(service: Service, tokens: Sequence[int], extra_key: str | None, tenant: str | None) -> LoadedPrompt:
+    array, wish = np.array(tokens, dtype=np.int64), TierWish()
+
+    def go_on(engine: Engine) -> int | None:
+        if engine.cache_manager.tiers is None:
+            _refuse_without("prefixes in its pools alone", "--hicache-storage-dir or --hicache-size")
+        engine.check_prompt(tokens)
+        return engine.cache_manager.load_prefix(wish, array, extra_key, tenant)
+
+    try:
+        while True:
+            if (count := await between_steps(service.engine, go_on)) is not None:
+                return LoadedPrompt(prompt_tokens=len(tokens), cached_tokens=count)
+            await asyncio.sleep(POLL_S)
+    finally:
+        if not wish.is_over:  # the client is gone, or the engine too slow
+            service.engine.call(lambda engine: engine.cache_manager.cancel_load(wish))

@@ -1,0 +1,90 @@
+"""Entries in host memory: one block for all of them, and what leaves it when it is full."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specmamba.cache.kv_pool import ALIGNMENT
+from specmamba.cache.tiers.entry import Entry
+from specmamba.cache.tiers.host_arena import HostArena, aligned
+from specmamba.cache.tiers.host_tier import HostTier
+from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
+from specmamba.errors import ConfigError
+from tests.cache.test_disk_tier import LAYOUT, SECRET, TEXT
+from tests.radix import array
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_pieces_of_an_arena_never_overlap(data: st.DataObject) -> None:
+    arena = HostArena(20 * ALIGNMENT, is_pinned=False)
+    pieces: dict[int, int] = {}
+    for number in range(data.draw(st.integers(1, 30))):
+        is_freed: bool = data.draw(st.booleans())
+        if pieces and is_freed:
+            offset = data.draw(st.sampled_from(sorted(pieces)))
+            assert (arena.view(offset, pieces[offset]) == offset % 251).all()
+            arena.free(offset, pieces.pop(offset))
+        elif (place := arena.allocate(size := data.draw(st.integers(1, 6 * ALIGNMENT)))) is not None:
+            pieces[place] = size
+            arena.view(place, size)[:] = place % 251
+        else:  # a hole may be too small, but not all of them together where there is one piece less
+            assert arena.num_free < 20 * ALIGNMENT, number
+        assert arena.num_free == 20 * ALIGNMENT - sum(map(aligned, pieces.values()))
+    for offset, size in pieces.items():
+        assert (arena.view(offset, size) == offset % 251).all()
+        arena.free(offset, size)
+    assert arena.allocate(20 * ALIGNMENT) == 0  # all holes are one again
+
+
+def put(tier: HostTier, text: tuple[int, ...]) -> Entry | None:
+    """Put the last segment of a text behind those that the tier has; None: there is no room."""
+    hasher = PrefixHasher(SECRET, None, None, array(text))
+    chain = tier.find(hasher)
+    hasher.restart()
+    head = hasher.digest(HEAD_TOKENS)
+    start, parent = (chain[-1].end, chain[-1].key) if chain else (0, head)
+    buffers = tier.allocate(len(text) - start, parent)
+    if buffers is None:
+        return None
+    buffers[0][0][:], buffers[1][0][:] = text[-1], text[-1]
+    entry = Entry(LAYOUT, hasher.digest(len(text)), parent, start, len(text), *buffers)
+    tier.put(entry)
+    return entry
+
+
+def ends(tier: HostTier, text: tuple[int, ...]) -> list[int]:
+    return [entry.end for entry in tier.find(PrefixHasher(SECRET, None, None, array(text)))]
+
+
+def test_what_was_used_longest_ago_leaves_behind_what_it_continues() -> None:
+    tier = HostTier(LAYOUT, 5 * 192, is_pinned=False)  # five segments of up to 32 tokens
+    left: list[list[int]] = []
+    tier.on_evict = lambda chain: left.append([entry.end for entry in chain])
+    others = [tuple(range(first, first + 30)) for first in (0, 30, 210)]
+    for text in (TEXT[:30], TEXT[:60], TEXT[:90], *others[:2]):
+        assert put(tier, text)
+    assert put(tier, others[2])
+    assert (left, ends(tier, TEXT)) == ([[30, 60, 90]], [30, 60])
+    load = tier.load(tier.find(PrefixHasher(SECRET, None, None, array(TEXT))))
+    assert isinstance(load.result, tuple)
+    assert [int(entry.tokens[0][0]) for entry in load.result] == [TEXT[29], TEXT[59]]
+    for first in (60, 90, 120):  # what is being loaded stays
+        assert put(tier, tuple(range(first, first + 30)))
+    assert ends(tier, TEXT) == [30, 60]
+    tier.release(load)
+    assert put(tier, TEXT[:90])  # so do those that an entry continues
+    stats = tier.stats()
+    assert (stats.num_entries, stats.evictions, stats.num_bytes) == (5, 5, 5 * 192)
+    assert put(tier, tuple(range(250))) is None
+    assert tier.stats().lost_writes["too_large"] == 1
+    assert tier.stats().num_entries == 5
+    tier.forget()
+    assert (ends(tier, TEXT), tier.stats().num_bytes) == ([], 0)
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--hicache-size"):
+        HostArena(1 << 55, is_pinned=False)

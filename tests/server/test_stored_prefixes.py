@@ -1,0 +1,75 @@
+"""Prefixes are written to disk, and brought back, when the operator or a client asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specmamba.config import EngineConfig
+from specmamba.engine.engine import Engine
+from tests.fake_engine import Served, serving
+from tests.server.test_server_cache import PROMPT, refusal, usage
+
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_running_requests": 2,
+    "max_total_tokens": 1024,
+    "context_length": 512,
+    "speculative_algorithm": "none",
+}
+OPERATOR = {"Authorization": "Bearer operator"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("saved") / "prefixes"
+    tiers: dict[str, Any] = {"hicache_storage_dir": folder, "hicache_write_policy": "write_back", "hicache_size": 0.01}
+    engine = Engine(EngineConfig(**FLAGS, **tiers))
+    with serving(engine, api_key=("first", "second"), admin_key="operator") as server:
+        yield server
+
+
+def complete(served: Served, key: str, **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    request = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0} | body
+    return served.http.post("/v1/completions", json=request, headers=headers)
+
+
+def test_what_is_saved_is_loaded_for_its_client_alone(served: Served) -> None:
+    first = complete(served, "first", cache_salt="a")
+    served.thread.call(lambda engine: engine.cache_manager.cache.evict_states(8)).result(10)  # to host memory
+    complete(served, "first", prompt=PROMPT[::-1])
+    saved = served.http.post("/cache/save", headers=OPERATOR).json()
+    assert saved["success"]
+    assert (saved["written_entries"] >= 2, saved["lost_entries"]) == (True, 0)
+    assert served.http.post("/cache/save", headers=OPERATOR).json()["written_entries"] == 0
+    served.http.post("/flush_cache", headers=OPERATOR).raise_for_status()
+    num_tokens, _ = usage(first)
+
+    def load(key: str, **body: Any) -> Any:
+        return served.http.post("/cache/load", json=body, headers={"Authorization": f"Bearer {key}"})
+
+    for key, salt in (("second", "a"), ("first", "b"), ("operator", "a")):
+        assert load(key, prompt=PROMPT, cache_salt=salt).json()["prompts"][0]["cached_tokens"] == 0
+    loaded = load("first", prompt=[PROMPT, PROMPT + "and more"], cache_salt="a").json()
+    assert loaded["prompts"][0] == {"prompt_tokens": num_tokens, "cached_tokens": num_tokens - 1}
+    assert loaded["prompts"][1]["cached_tokens"] >= num_tokens - 2
+    again = complete(served, "first", cache_salt="a")
+    assert usage(again) == (num_tokens, num_tokens - 1)
+    assert again.json()["choices"] == first.json()["choices"]
+
+
+def test_calls_that_ask_for_nothing_possible_are_refused(served: Served) -> None:
+    assert refusal(served.http.post("/cache/save", headers={"Authorization": "Bearer first"}), 403)
+    assert refusal(served.http.post("/cache/save"), 401)
+    assert refusal(served.http.post("/cache/load", json={"prompt": PROMPT}), 401)
+    body: Any
+    for body in ({}, {"prompt": ""}, {"prompt": [4096000]}, {"prompt": PROMPT, "path": "x"}, {"prompt": [1] * 999}):
+        assert refusal(served.http.post("/cache/load", json=body, headers=OPERATOR), 400)
+    with serving(Engine(EngineConfig(**FLAGS))) as plain:
+        for path, body in (("/cache/save", None), ("/cache/load", {"prompt": PROMPT})):
+            error = refusal(plain.http.post(path, json=body), 400)
+            assert (error["code"], "--hicache-storage-dir" in error["message"]) == ("no_stored_prefixes", True)
