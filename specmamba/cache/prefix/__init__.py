@@ -231,7 +231,7 @@ class MambaRadixCache:
         """Drop a spare state, unless a request has gone on from it, it is locked, or it is gone already."""
         if not node.is_spare or node.state_slot is None or node.state_locks:
             return
-        if node.children or node.kv_locks:
+        if node.kv_locks or node.children:
             self._tree.drop_state(node)
         else:
             self._remove_branch(node)
