@@ -1,4 +1,4 @@
-"""States where nobody has parted yet: where they are left, how many of them stay, and what they spare."""
+"""States where no text has parted yet: where they are left, how many of them stay, and what they spare."""
 
 from __future__ import annotations
 
