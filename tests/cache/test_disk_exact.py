@@ -188,6 +188,22 @@ def test_what_host_memory_has_no_room_for_is_on_disk(policy: str, prompts: list[
         check_pools(llm)
 
 
+def test_where_the_disk_fails_host_memory_is_asked(prompt: Tokens, tmp_path: Path) -> None:
+    with new_llm(tmp_path / "prefixes", "plain", hicache_size=0.02) as llm:
+        cold = run(llm, prompt)
+        forget(llm)
+        run(llm, prompt[:61])
+        llm.engine.cache_manager.cache.evict_states(64)  # a part is in host memory too
+        assert tiers(llm).drain()
+        for file in (tmp_path / "prefixes").glob("*.entry"):
+            DAMAGE["kv"](file)
+        output, disk, host = run(llm, prompt), stats(llm), llm.engine.stats().host
+        assert (output.token_ids, output.num_cached_tokens) == (cold.token_ids, 60)
+        assert host is not None
+        assert (disk.misses["damaged"], disk.hits, host.hits) == (1, 1, 1)
+        check_pools(llm)
+
+
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Path]]:
     folder = tmp_path_factory.mktemp("damaged") / "prefixes"
