@@ -412,11 +412,14 @@ def test_prefixes_go_to_disk_and_back_when_memory_is_short(prompts: list[Tokens]
     with new_llm(None, "tree", disable_radix_cache=True) as llm:
         expected = [output.token_ids for output in llm.generate(chosen, params)]
     flags: dict[str, Any] = {"context_length": 200, "max_total_tokens": 360, "max_mamba_cache_size": 6}
-    for policy in ("write_through", "write_back"):
-        with new_llm(tmp_path / policy, "tree", hicache_write_policy=policy, **flags) as llm:
+    for policy, size in (("write_through", 0.0), ("write_back", 0.0), ("write_back", 0.004)):
+        tier_flags = {"hicache_write_policy": policy, "hicache_size": size}
+        with new_llm(tmp_path / f"{policy}-{size}", "tree", **tier_flags, **flags) as llm:
             for _ in range(3):
                 assert [output.token_ids for output in llm.generate(chosen, params)] == expected
                 assert tiers(llm).drain()
-            assert stats(llm).hits >= 6
+            host = llm.engine.stats().host
+            assert (host is not None) == (size > 0)
+            assert stats(llm).hits + (0 if host is None else host.hits) >= 6
             assert not any(stats(llm).lost_writes.values())
             check_pools(llm)
