@@ -560,7 +560,8 @@ def test_a_gpu_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     there = given.on_device("cuda")
     assert (there.max_running_requests, there.chunked_prefill_size, there.mem_fraction_static) == (16, 100, 0.85)
     assert there.describe_defaults(given) == [
-        "on a GPU, where nothing else is given: --speculative-adaptive off, --mem-fraction-static 0.85"
+        "on a GPU, where nothing else is given: --speculative-adaptive off, --mamba-spare-states 0, "
+        "--mem-fraction-static 0.85"
     ]
     assert config.describe_defaults(config) == []
 
