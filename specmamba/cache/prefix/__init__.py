@@ -231,10 +231,10 @@ class MambaRadixCache:
         """Drop a spare state, unless a request has gone on from it, it is locked, or it is gone already."""
         if not node.is_spare or node.state_slot is None or node.state_locks:
             return
-        if not node.children and not node.kv_locks:
-            self._remove_branch(node)
-        else:
+        if node.kv_locks or node.children:
             self._tree.drop_state(node)
+        else:
+            self._remove_branch(node)
 
     def state_nodes(self) -> list[Node]:
         """Return all nodes with a state, parents before their children."""
