@@ -241,7 +241,7 @@ def demand_of(config: PrefixBenchConfig, name: str, source: TextSource, context_
         )
     # states: where requests part, at the ends of prompts, of requests and of chunks, and at tracked intervals
     tracked = config.output_tokens // config.mamba_track_interval
-    states = count * (4 + config.mamba_spare_states + tracked) + oracle.num_tokens // config.chunked_prefill_size
+    states = count * (4 + tracked) + oracle.num_tokens // config.chunked_prefill_size
     kv = oracle.num_tokens + 2 * config.page_size * count + (config.concurrency + 4) * (longest + SPARE_TOKENS)
     return Demand(count, largest, longest, oracle.num_tokens, kv, states + config.max_running_requests)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
 from specmamba.cache.prefix.node import Match, Node
+from specmamba.cache.prefix.state_places import is_tracked, spare_ends
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers, TierWish
 from specmamba.cache.tiers.saving import Saving
@@ -20,9 +21,7 @@ from specmamba.engine.request import Request
 from specmamba.models.base import LoadedModel
 from specmamba.verify.pools import Pools
 
-MIN_SPARE = 64  # tokens: the shortest distance of a spare state to the end of a prompt
 SPARE_SHARE = 0.25  # of the state slots, for spare states that no request has gone on from
-TRACKED_PER_DOUBLING = 8  # states of one long output
 
 
 class CacheManager:
@@ -53,7 +52,8 @@ class CacheManager:
         self.cache, self.is_on = cache, is_on
         self.pools = pools
         self._track_interval = track_interval if is_on else None
-        self._spare_limits = spare_limits
+        self._max_spare = int(SPARE_SHARE * pools.states.num_slots)
+        self._spare_limits = min(spare_limits[0], self._max_spare), spare_limits[1]
         self._spare: dict[Node, None] = {}  # nodes with spare states, the oldest first
         self.tiers: PrefixTiers | None = None  # what lies below the cache; None: nothing
 
@@ -342,7 +342,7 @@ class CacheManager:
     def _keep_spare(self, node: Node) -> None:
         """Count a spare state; where they are too many, the oldest that none has gone on from is dropped."""
         self._spare[node] = None
-        if len(self._spare) > SPARE_SHARE * self.pools.states.num_slots:
+        if len(self._spare) > self._max_spare:
             oldest = next(iter(self._spare))
             del self._spare[oldest]
             self.cache.drop_spare(oldest)
@@ -374,34 +374,6 @@ class CacheManager:
             stored.zero_()
         else:
             stored.copy_(features.where(features.isfinite().all(), 0))
-
-
-def spare_ends(start: int, end: int, most: int, chunk_size: int) -> set[int]:
-    """Return positions inside a prompt where another text may part from it, so that a state there may spare work.
-
-    They lie at distances from the end that halve, from the half of a chunk or a quarter of what is computed on: who
-    parts at a distance d from the end computes less than 2 d again, or a chunk and d. Short distances save little.
-
-    Args:
-        start, end: of the tokens that are computed.
-        most: positions.
-        chunk_size: tokens between two states that are left anyway.
-    """
-    distance, ends = min(chunk_size // 2, (end - start) // 4), set[int]()
-    while distance >= MIN_SPARE and len(ends) < most:
-        ends.add(end - distance)
-        distance //= 2
-    return ends
-
-
-def is_tracked(count: int) -> bool:
-    """Whether a state is left after so many track intervals of one output.
-
-    After each at first, then after every second, fourth and so on: ``TRACKED_PER_DOUBLING`` in each doubling of the
-    output's length.
-    """
-    step = 1 << max(0, (count // TRACKED_PER_DOUBLING).bit_length() - 1)
-    return count % step == 0
 
 
 def _has_more_than_its_node(request: Request) -> bool:

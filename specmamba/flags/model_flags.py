@@ -222,7 +222,9 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
     def is_given(*names: str) -> list[str]:
         return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != fields[name].default]
 
-    if config.disable_radix_cache and (given := is_given(*PREFIX_CACHE_FLAGS)):
+    # without a cache there are no spare states, so 0 of them, the default of a GPU, is no contradiction
+    needing = [name for name in PREFIX_CACHE_FLAGS if name != "mamba_spare_states" or config.mamba_spare_states]
+    if config.disable_radix_cache and (given := is_given(*needing)):
         return f"{', '.join(given)}: this needs the prefix cache: drop it, or --disable-radix-cache"
     if config.disable_radix_cache and config.schedule_policy == "lpm":
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"

@@ -78,6 +78,17 @@ def test_a_run(family: str, tmp_path: Path, prompts: Path, capsys: pytest.Captur
     assert "bfloat16" in capsys.readouterr().out
 
 
+def test_a_run_of_stored_states(tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tiny-model"
+    FAMILIES["qwen3.5"].build(folder)
+    monkeypatch.setattr(state_drift, "RESUME_INTERVAL", 40)
+    report = run(folder, tmp_path, "--prompts", str(prompts), "--of", "stored-states")
+    exact, bfloat16, float16 = report["results"]
+    assert bfloat16["state_bytes_per_slot"] == float16["state_bytes_per_slot"] < exact["state_bytes_per_slot"]
+    assert bfloat16["logits_error_by_part"][:3] == [0.0] * 3  # before the first rounding
+    assert 0 < float16["logits_error_by_part"][3] < bfloat16["logits_error_by_part"][3]
+
+
 def test_a_run_of_keys_and_values(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "tiny-model"
     FAMILIES["qwen3.5"].build(folder)

@@ -188,6 +188,22 @@ def test_what_host_memory_has_no_room_for_is_on_disk(policy: str, prompts: list[
         check_pools(llm)
 
 
+def test_where_the_disk_fails_host_memory_is_asked(prompt: Tokens, tmp_path: Path) -> None:
+    with new_llm(tmp_path / "prefixes", "plain", hicache_size=0.02) as llm:
+        cold = run(llm, prompt)
+        forget(llm)
+        run(llm, prompt[:61])
+        llm.engine.cache_manager.cache.evict_states(64)  # a part is in host memory too
+        assert tiers(llm).drain()
+        for file in (tmp_path / "prefixes").glob("*.entry"):
+            DAMAGE["kv"](file)
+        output, disk, host = run(llm, prompt), stats(llm), llm.engine.stats().host
+        assert (output.token_ids, output.num_cached_tokens) == (cold.token_ids, 60)
+        assert host is not None
+        assert (disk.misses["damaged"], disk.hits, host.hits) == (1, 1, 1)
+        check_pools(llm)
+
+
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Path]]:
     folder = tmp_path_factory.mktemp("damaged") / "prefixes"
@@ -396,11 +412,14 @@ def test_prefixes_go_to_disk_and_back_when_memory_is_short(prompts: list[Tokens]
     with new_llm(None, "tree", disable_radix_cache=True) as llm:
         expected = [output.token_ids for output in llm.generate(chosen, params)]
     flags: dict[str, Any] = {"context_length": 200, "max_total_tokens": 360, "max_mamba_cache_size": 6}
-    for policy in ("write_through", "write_back"):
-        with new_llm(tmp_path / policy, "tree", hicache_write_policy=policy, **flags) as llm:
+    for policy, size in (("write_through", 0.0), ("write_back", 0.0), ("write_back", 0.004)):
+        tier_flags = {"hicache_write_policy": policy, "hicache_size": size}
+        with new_llm(tmp_path / f"{policy}-{size}", "tree", **tier_flags, **flags) as llm:
             for _ in range(3):
                 assert [output.token_ids for output in llm.generate(chosen, params)] == expected
                 assert tiers(llm).drain()
-            assert stats(llm).hits >= 6
+            host = llm.engine.stats().host
+            assert (host is not None) == (size > 0)
+            assert stats(llm).hits + (0 if host is None else host.hits) >= 6
             assert not any(stats(llm).lost_writes.values())
             check_pools(llm)

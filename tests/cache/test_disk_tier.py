@@ -53,9 +53,13 @@ def new_tier(tmp_path: Path) -> Iterator[NewTier]:
         tier.close()
 
 
+def hash_of(tier: DiskTier, text: tuple[int, ...], salt: str | None, tenant: str | None) -> PrefixHasher:
+    return PrefixHasher(tier.secret, tenant, salt, array(text))
+
+
 def put(tier: DiskTier, text: tuple[int, ...], salt: str | None = None) -> Entry:
     """Put the last segment of a text, behind those that the tier has."""
-    hasher = tier.hasher(array(text), salt, None)
+    hasher = hash_of(tier, text, salt, None)
     chain = tier.find(hasher)
     hasher.restart()
     head = hasher.digest(HEAD_TOKENS)
@@ -68,12 +72,12 @@ def put(tier: DiskTier, text: tuple[int, ...], salt: str | None = None) -> Entry
 
 
 def ends(tier: DiskTier, text: tuple[int, ...], salt: str | None = None) -> list[int]:
-    return [entry.end for entry in tier.find(tier.hasher(array(text), salt, None))]
+    return [entry.end for entry in tier.find(hash_of(tier, text, salt, None))]
 
 
 def fetch(tier: DiskTier, text: tuple[int, ...]) -> object:
     """What a load of a text brings: (tokens, value of the state), or the reason of a miss."""
-    load = tier.load(tier.find(tier.hasher(array(text), None, None)))
+    load = tier.load(tier.find(hash_of(tier, text, None, None)))
     assert load is not None
     result = wait_for(load)
     tier.release(load)
@@ -122,11 +126,11 @@ def test_salts_tenants_and_models_find_nothing_of_each_other(new_tier: NewTier) 
     put(tier, TEXT[:50])
     tier.drain()
     assert ends(tier, TEXT, salt="other") == []
-    assert tier.find(tier.hasher(array(TEXT), None, "tenant")) == []
-    assert tier.why_absent(tier.hasher(array(TEXT), "other", None)) == "absent"
+    assert tier.find(hash_of(tier, TEXT, None, "tenant")) == []
+    assert tier.why_absent(hash_of(tier, TEXT, "other", None)) == "absent"
     other = new_tier(OTHER)
     assert ends(other, TEXT) == []
-    assert other.why_absent(other.hasher(array(TEXT), None, None)) == "fingerprint"
+    assert other.why_absent(hash_of(other, TEXT, None, None)) == "fingerprint"
     assert other.stats().num_entries == 1  # whose bytes count
 
 
@@ -169,7 +173,7 @@ def test_what_is_used_in_memory_stays_on_disk(new_tier: NewTier, monkeypatch: py
     put(tier, TEXT[:30])
     put(tier, tuple(range(30)))
     tier.drain()
-    tier.note_use(tier.find(tier.hasher(array(TEXT), None, None)))
+    tier.note_use(tier.find(hash_of(tier, TEXT, None, None)))
     put(tier, tuple(range(50, 80)))
     tier.drain()
     assert tier.stats().evictions == 1
@@ -216,7 +220,7 @@ def test_damage_is_a_miss(new_tier: NewTier, tmp_path: Path, kind: str, is_resta
     tier.drain()
     DAMAGE[kind](files(tmp_path)[0])
     tier = new_tier() if is_restarted else tier
-    chain = tier.find(tier.hasher(array(TEXT), None, None))
+    chain = tier.find(hash_of(tier, TEXT, None, None))
     if kind in ("kv", "state") or not is_restarted:
         assert fetch(tier, TEXT) == ("unreadable" if kind == "no file" else "damaged")
     else:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specmamba.cache.kv_pool import ALIGNMENT
+from specmamba.cache.tiers import tier_setup
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.host_arena import HostArena, aligned
 from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
+from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from tests.cache.test_disk_tier import LAYOUT, SECRET, TEXT
 from tests.radix import array
@@ -85,6 +91,23 @@ def test_what_was_used_longest_ago_leaves_behind_what_it_continues() -> None:
     assert (ends(tier, TEXT), tier.stats().num_bytes) == ([], 0)
 
 
+def size_of(device: str, **flags: Any) -> int:
+    plan: Any = SimpleNamespace(kv_bytes=3000, state_bytes=2000, total_bytes=9000, weight_bytes=1000)
+    return tier_setup._host_bytes(EngineConfig(**flags), plan, torch.device(device))
+
+
+def test_the_size_of_host_memory() -> None:
+    assert size_of("cpu") == size_of("cuda") == size_of("cuda", hicache_storage_dir="x") == 0
+    assert size_of("cpu", hicache_ratio=0.5) == size_of("cuda", hicache_ratio=0.5) == 2500
+    assert size_of("cpu", hicache_size=0.001) == int(0.001 * (1 << 30))
+    assert size_of("cuda", enable_hierarchical_cache=True) == 2 * 5000  # as SGLang's
+    assert size_of("cpu", enable_hierarchical_cache=True, hicache_storage_dir="x") == 0
+    with pytest.raises(ConfigError, match="on a CPU the pools are in host memory already"):
+        size_of("cpu", enable_hierarchical_cache=True)
+
+
 def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--hicache-size.*are free beside the pools.*--hicache-storage-size"):
+        size_of("cpu", hicache_size=1 << 20)
     with pytest.raises(ConfigError, match="--hicache-size"):
         HostArena(1 << 55, is_pinned=False)

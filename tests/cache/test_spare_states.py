@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from specmamba.engine.cache_manager import SPARE_SHARE, is_tracked, spare_ends
+from specmamba.cache.prefix.state_places import is_tracked, spare_ends
+from specmamba.engine.cache_manager import SPARE_SHARE
 from tests.cache.test_prefix_exact import Tokens, check_pools, greedy, new_llm, prompts  # noqa: F401
 
 

@@ -11,8 +11,7 @@ import pytest
 from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.tier_command import main
 from specmamba.errors import ConfigError
-from tests.cache.test_disk_tier import LAYOUT, TEXT, ends, flip, put
-from tests.radix import array
+from tests.cache.test_disk_tier import LAYOUT, TEXT, ends, flip, hash_of, put
 
 OTHER_TEXT = tuple(range(60))
 
@@ -41,7 +40,7 @@ def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, 
 def of_text(folder: Path, end: int) -> Path:
     """The file of the entry that ends so."""
     tier = DiskTier(folder, LAYOUT, 1 << 20, 1000)
-    chain = tier.find(tier.hasher(array(TEXT[:end]), None, None))
+    chain = tier.find(hash_of(tier, TEXT[:end], None, None))
     tier.close()
     return folder / f"{chain[-1].key.hex()}-{LAYOUT.fingerprint.hex()}.entry"
 

@@ -214,6 +214,15 @@ class TestPrefixCacheFlags:
             (["--disable-radix-cache", "--schedule-policy", "lpm"], "--schedule-policy lpm needs the prefix cache"),
             (["--mamba-track-interval", "64"], "needs --mamba-radix-cache-strategy extra_buffer"),
             (["--schedule-max-overtakes", "4"], "needs --schedule-policy lpm"),
+            (["--disable-radix-cache", "--hicache-size", "1"], "--hicache-size: this needs the prefix cache"),
+            (["--hicache-storage-size", "4", "--hicache-size", "1"], "--hicache-storage-size: this needs"),
+            (["--hicache-write-policy", "write_back"], "this needs --hicache-storage-dir"),
+            (["--hicache-state-dtype", "float16"], "a place below the pools"),
+            (["--hicache-ratio", "1", "--hicache-size", "1"], "drop one of them"),
+            (
+                ["--hicache-size", "1", "--hicache-state-dtype", "float16", "--mamba-ssm-dtype", "bfloat16"],
+                "the state pool has bfloat16",
+            ),
         ],
     )
     def test_a_flag_that_would_do_nothing_is_refused(self, flags: list[str], words: str) -> None:
@@ -560,7 +569,10 @@ def test_a_gpu_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     there = given.on_device("cuda")
     assert (there.max_running_requests, there.chunked_prefill_size, there.mem_fraction_static) == (16, 100, 0.85)
     assert there.describe_defaults(given) == [
-        "on a GPU, where nothing else is given: --speculative-adaptive off, --mem-fraction-static 0.85"
+        (
+            "on a GPU, where nothing else is given: --speculative-adaptive off, --mamba-spare-states 0, "
+            "--mem-fraction-static 0.85"
+        )
     ]
     assert config.describe_defaults(config) == []
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from specmamba.cache.prefix.node import Tokens
 from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
 from specmamba.cache.tiers.entry import Buffers, Entry, EntryLayout
 from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
@@ -73,10 +72,6 @@ class DiskTier:
         with suppress(OSError):
             self._folder.remove_leftovers()
         self._scan()
-
-    def hasher(self, tokens: Tokens, extra_key: str | None, tenant: str | None) -> PrefixHasher:
-        """Return what hashes beginnings of a text [n] int64."""
-        return PrefixHasher(self.secret, tenant, extra_key, tokens)
 
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the entries that hold the longest beginning of a text, those that are being written included."""

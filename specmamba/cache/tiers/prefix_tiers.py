@@ -203,13 +203,14 @@ class PrefixTiers:
         """
         text = self._hashes(tokens, extra_key, tenant)
         best: tuple[Tier, list[Stored]] | None = None
+        is_first = not wish.other and not wish.failed and wish.refused_at is None  # a wish counts once
         for tier in self.tiers:
             if tier in wish.failed:
                 continue
             text.restart()
             chain = [entry for entry in tier.find(text) if entry.end > known]
             if not chain:
-                if not wish.other and not wish.failed:
+                if is_first:
                     tier.count_miss(tier.why_absent(text))
             elif chain[-1].end - known >= MIN_GAIN and (best is None or chain[-1].end > best[1][-1].end):
                 best = tier, chain

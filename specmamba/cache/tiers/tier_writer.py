@@ -36,8 +36,15 @@ class TierWriter:
 
         The states above it are written before it, so that each entry has only the KV behind the one above.
         """
-        if (tier := self.below(None)) is not None:
-            for each in list(node.path())[::-1]:
+        tier = self.below(None)
+        if tier is None or node.is_spare:
+            return
+        tokens, root = _text_of(node)
+        chain = tier.find(self._hashes(tokens, root.extra_key, root.tenant))
+        tier.note_use(chain)
+        known = chain[-1].end if chain else 0
+        for each in list(node.path())[::-1]:
+            if each.end > known:
                 self.write(each, tier)
 
     def below(self, tier: Tier | None) -> Tier | None:
