@@ -15,10 +15,10 @@ from specmamba.cuda_graphs import Columns
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
-from specmamba.kernels import draft_sizing
+from specmamba.kernels import draft_sizing, gpu
 from specmamba.kernels.draft_sizing import Ints, TreeArrays
 from specmamba.kernels.state_records import RowSet
-from specmamba.sampling_params import AcceptRule, Penalties, SamplingBatch, SamplingParams
+from specmamba.sampling_params import MAX_LOGPROBS, AcceptRule, Biases, Penalties, SamplingBatch, SamplingParams
 from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 
 # values of padding rows: row 0 of every table and slot 0 of every pool belong to no request
@@ -26,7 +26,8 @@ ROOTS = {"row": 0, "root_token": 0, "root_position": 0, "num_pending_tokens": 1,
 SLOTS = {"slot": 0, "num_pending": 0, "folds": 0}
 SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0}
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
-
+LEAST_BIASES = 64  # of a captured step; larger numbers are powers of two
+LOGPROBS = 0, 5, MAX_LOGPROBS  # likeliest tokens that captured steps list
 
 # of TreeArrays, that steps read
 ARRAYS = "tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts", "num_live"
@@ -36,9 +37,7 @@ class Sampling(NamedTuple):
     """The parts of sampling that a captured step runs; parts that no request of the batch uses are left out."""
 
     is_drawn: bool = False  # some row has a temperature above 0
-    has_top_k: bool = False  # some sampled row uses top-k; likewise below
-    has_top_p: bool = False
-    has_min_p: bool = False
+    is_filtered: bool = False  # some sampled row uses top-k, top-p or min-p; the filters of others keep everything
     is_penalized: bool = False
     has_rejection: bool = False  # some sampled row is decided under ``rejection``
     has_target: bool = True  # some sampled row is decided under ``target``
@@ -49,8 +48,17 @@ class Sampling(NamedTuple):
         drawn = [p for p in params if not p.is_greedy]
         used = {rule for p, rule in zip(params, rules, strict=True) if not p.is_greedy}
         rejects = "rejection" in used
-        filters = (any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), any(p.min_p > 0 for p in drawn))
-        return cls(bool(drawn), *filters, any(p.has_penalties for p in params), rejects, used != {"rejection"})
+        is_filtered = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn)
+        is_penalized = any(p.has_penalties for p in params)
+        return cls(bool(drawn), is_filtered, is_penalized, rejects, used != {"rejection"})
+
+
+class Deciding(NamedTuple):
+    """What the decisions of a batch need: parts of ``StepKind``."""
+
+    sampling: Sampling = Sampling()
+    num_biases: int = 0
+    num_logprobs: int | None = None
 
 
 class StepKind(NamedTuple):
@@ -69,6 +77,21 @@ class StepKind(NamedTuple):
     keeps_tokens: bool = False  # some rows keep their pending tokens
     num_distributions: int = 0  # of every row, that its drafts were drawn from
     depth: int = 0  # of drafts whose trees the step itself chooses; 0: it does not
+    num_biases: int = 0  # of logits, in all rows, with padding
+    num_logprobs: int | None = None  # likeliest tokens beside each decided token; None: no log probabilities
+    is_masked: bool = False  # some nodes have a set of tokens that may follow
+
+    def before_decision(self, is_drafted: bool) -> StepKind:
+        """What draft and forward depend on; ``is_drafted``: the drafts are part of the step, and may be drawn."""
+        kind = self._replace(
+            sampling=self.sampling if is_drafted and self.sampling.has_rejection else Sampling(),
+            is_forced=False,
+            num_distributions=0,
+            num_biases=0,
+            num_logprobs=None,
+            is_masked=False,
+        )
+        return kind if is_drafted else kind._replace(is_deferred=False, max_pending_tokens=0, keeps_tokens=False)
 
 
 class TreeInputs:
@@ -85,6 +108,7 @@ class TreeInputs:
         self.counts, self.places, self.nodes, self.firsts, self.num_live = packed
         self.entries = torch.zeros_like(self.tokens)  # the distribution after each node
         self._draft_probs: dict[int, Tensor] = {}  # [rows, E, V] float32, by E
+        self._allowed: Tensor | None = None  # [rows, N, words] int32, bits; None: no step was masked yet
 
     def clear(self) -> None:
         """Make all nodes but the roots padding."""
@@ -92,12 +116,30 @@ class TreeInputs:
             x.zero_()
         self.parents.fill_(-1)
 
-    def write(self, tree: DraftTree) -> None:
-        """Write trees; nodes and rows that they lack become padding."""
+    def write(self, tree: DraftTree, num_distributions: int = 0) -> None:
+        """Write trees; nodes and rows that they lack become padding.
+
+        ``num_distributions``: of a row, as ``write_distributions`` wrote them, one for each node from the root on.
+        """
         size, num_nodes = tree.tokens.shape
         self.clear()
         self.tokens[:size, :num_nodes] = tree.tokens
         self.parents[:size, :num_nodes] = tree.shape.parents
+        if num_distributions:
+            entries = torch.arange(size * num_distributions, device=self._device).view(size, -1)
+            self.entries[:size, :num_nodes] = entries[:, :num_nodes]
+
+    def write_distributions(self, tree: DraftTree, num_distributions: int) -> None:
+        """Write what a decision reads of trees besides their tokens; their rows may draw from so many distributions."""
+        (size, num_nodes), probs, bits = tree.tokens.shape, tree.draft_probs, tree.allowed_tokens
+        if probs is not None:
+            self.draft_probs(size, num_distributions, probs.shape[2])[:, :num_nodes] = probs
+        if bits is not None:
+            if self._allowed is None:
+                shape = *self.tokens.shape, bits.shape[2]
+                self._allowed = torch.empty(shape, dtype=torch.int32, device=self._device)
+            self._allowed.fill_(-1)
+            self._allowed[:size, :num_nodes] = bits
 
     def write_chosen(self, kind: StepKind, entries: Ints | None) -> None:
         """Write the trees that ``arrays`` have, for a step of this kind.
@@ -146,13 +188,18 @@ class TreeInputs:
             shape = replace(chain_shape(size, num_nodes, tokens.device), parents=parents, packing=packing)
         else:
             shape = replace(tree_shape(parents, kind.max_children), packing=packing)
-        return DraftTree(tokens, shape, self._read_probs(kind))
+        return DraftTree(tokens, shape)
 
-    def _read_probs(self, kind: StepKind) -> Tensor | None:
-        if not kind.num_distributions:
-            return None
-        entries = self.entries[: kind.batch_size, : kind.num_nodes]
-        return _of_nodes(self._draft_probs[kind.num_distributions], entries)
+    def complete(self, kind: StepKind, tree: DraftTree) -> DraftTree:
+        """A tree of such a step with what only its decision reads: the distributions of drafts, and allowed tokens."""
+        size, num_nodes = kind.batch_size, kind.num_nodes
+        if kind.num_distributions:
+            probs = self._draft_probs[kind.num_distributions]
+            tree = replace(tree, draft_probs=_of_nodes(probs, self.entries[:size, :num_nodes]))
+        if kind.is_masked:
+            assert self._allowed is not None
+            tree = replace(tree, allowed_tokens=self._allowed[:size, :num_nodes])
+        return tree
 
 
 def _of_nodes(probs: Tensor, entries: Tensor) -> Tensor:
@@ -188,6 +235,36 @@ class PackedInputs:
         )
 
 
+class BiasInputs:
+    """Biases of logits, for steps with so many of them in all rows; what is left over adds 0 to a token of row 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[int, Biases] = {}  # by number
+
+    def write(self, params: Sequence[SamplingParams]) -> int:
+        """Write the biases of a batch; returns the number that a step of them has, 0 where there are none."""
+        if not any(p.logit_bias for p in params):
+            return 0
+        given = Biases.of(params, self._device)
+        count = len(given.values)
+        number = max(LEAST_BIASES, gpu.next_power_of_2(count))
+        for to, x in zip(self._of(number).columns, given.columns, strict=True):
+            to[:count] = x
+            to[count:] = 0
+        return number
+
+    def read(self, number: int) -> Biases | None:
+        """The biases of a step that has this number of them."""
+        return self._of(number) if number else None
+
+    def _of(self, number: int) -> Biases:
+        if number not in self._buffers:
+            rows, tokens = (torch.zeros(number, dtype=torch.int64, device=self._device) for _ in range(2))
+            self._buffers[number] = Biases(rows, tokens, torch.zeros(number, device=self._device))
+        return self._buffers[number]
+
+
 class StepInputs:
     """The inputs of all kinds of steps. A step of bucket size b reads their first b rows."""
 
@@ -204,12 +281,13 @@ class StepInputs:
         self.slots_of_rows = Columns(SLOTS, num_rows, torch.int64, device)
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
+        self.biases = BiasInputs(device)
         self.trees = TreeInputs(max(num_rows, num_trees or 0), max_nodes, device)
         self._pending = None if device.type != "cpu" else PackedInputs(num_rows, pending_token_capacity(max_nodes))
         self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._members: tuple[int, ...] = ()  # requests whose settings were written last
         self._written: tuple[object, object, object] = None, None, None  # what ``write`` has written last
-        self._used = Sampling()  # parts of sampling that they use
+        self._used = Deciding()  # what their decisions need
 
     def clear(self) -> None:
         """Make every row padding."""
@@ -221,8 +299,8 @@ class StepInputs:
             self._pending.clear()
         self._members, self._written = (), (None, None, None)
 
-    def write_settings(self, requests: Sequence[Request]) -> Sampling:
-        """Write what stays the same for a request in all its steps; returns the parts of sampling that are used."""
+    def write_settings(self, requests: Sequence[Request]) -> Deciding:
+        """Write what stays the same for a request in all its steps; returns what their decisions need."""
         members = tuple([request.sequence_number for request in requests])
         if members != self._members:
             params = [request.params for request in requests]
@@ -232,7 +310,10 @@ class StepInputs:
             rules = [request.rule for request in requests]
             settings = {"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]}
             self.settings.write(settings | {"rejects": [rule == "rejection" for rule in rules]})
-            self._members, self._used = members, Sampling.of(params, rules)
+            listed = [p.logprobs for p in params if p.logprobs is not None]
+            num_logprobs = next(n for n in LOGPROBS if n >= max(listed)) if listed else None
+            self._members = members
+            self._used = Deciding(Sampling.of(params, rules), self.biases.write(params), num_logprobs)
         return self._used
 
     def write(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None, kind: StepKind) -> None:
@@ -287,6 +368,7 @@ class StepInputs:
             sampling=self._sampling(kind),
             forced_output_ids=self.forced_output_ids[:size] if kind.is_forced else None,
             pending_tokens=pending_tokens,
+            num_logprobs=kind.num_logprobs,
             is_exact=False,
         )
 
@@ -307,11 +389,12 @@ class StepInputs:
         strengths = (self.floats.read(name, size) for name in ("presence", "frequency", "repetition"))
         return SamplingBatch(
             temperature=self.floats.read("temperature", size) if used.is_drawn else None,
-            top_k=self.settings.read("top_k", size) if used.has_top_k else None,
-            top_p=self.floats.read("top_p", size) if used.has_top_p else None,
-            min_p=self.floats.read("min_p", size) if used.has_min_p else None,
+            top_k=self.settings.read("top_k", size) if used.is_filtered else None,
+            top_p=self.floats.read("top_p", size) if used.is_filtered else None,
+            min_p=self.floats.read("min_p", size) if used.is_filtered else None,
             seeds=self.settings.read("seed", size),
             penalties=Penalties(*strengths) if used.is_penalized else None,
+            biases=self.biases.read(kind.num_biases),
             rejects=self.settings.read("rejects", size) > 0 if used.has_rejection else None,
             all_reject=not used.has_target,
         )

@@ -34,11 +34,11 @@ class PathLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, verdict: Verdict, num_top: int) -> PathLogprobs:
-        """Compute them from the target's logits [B, N, V], before biases, penalties and masks."""
+        """Compute them from the target's logits [B, N, V], before biases, penalties and masks; K is V at the most."""
         index = verdict.path.clamp(min=0)[..., None].expand(-1, -1, logits.shape[-1])
         on_path = logits.gather(1, index)
         tokens = verdict.path_tokens[:, : logits.shape[1]].clamp(0, logits.shape[-1] - 1)  # padding may have any value
-        return cls(*sampling_ops.token_logprobs(on_path, tokens, num_top))
+        return cls(*sampling_ops.token_logprobs(on_path, tokens, min(num_top, logits.shape[-1])))
 
     def first(self, num_rows: int) -> PathLogprobs:
         """Return those of the first ``num_rows`` rows."""
