@@ -286,7 +286,9 @@ class StepGraphRunner:
             buffers = self._pools.state_buffers
             folds = buffers.folds_in_verify or buffers.folds_in_plan
             slots = self.inputs.slots(before, buffers.node_offset(kind.num_nodes), folds, self._device)
-            return verifier.score(self.inputs.batch(before), drafts or GivenDrafts(self.inputs.tree(before)), slots)
+            given = drafts or GivenDrafts(self.inputs.tree(before))
+            scored = verifier.score(self.inputs.batch(before), given, slots)
+            return replace(scored, logits=self.inputs.keep_logits(scored.logits))
 
         def decide(scored: Scored) -> StepOutput:
             batch, tree = self.inputs.batch(kind), self.inputs.trees.complete(kind, scored.tree)

@@ -282,6 +282,7 @@ class StepInputs:
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
         self.biases = BiasInputs(device)
+        self._logits: Tensor | None = None  # of the largest step; None: no step has run
         self.trees = TreeInputs(max(num_rows, num_trees or 0), max_nodes, device)
         self._pending = None if device.type != "cpu" else PackedInputs(num_rows, pending_token_capacity(max_nodes))
         self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
@@ -349,6 +350,14 @@ class StepInputs:
         if slots.folded:
             columns["folds"] = [row in slots.folded for row in slots.rows]
         self.slots_of_rows.write(columns)
+
+    def keep_logits(self, logits: Tensor) -> Tensor:
+        """Copy the logits [B, N, V] of a forward to where its decision reads them, in the same memory for all kinds."""
+        if self._logits is None:
+            most = len(self.forced_output_ids) * self.forced_output_ids.shape[1]
+            self._logits = logits.new_empty(most * logits.shape[2])
+        kept = self._logits[: logits.numel()].view(logits.shape)
+        return kept.copy_(logits)
 
     def batch(self, kind: StepKind) -> Batch:
         """The batch that a step of this kind works on."""

@@ -550,6 +550,8 @@ def test_a_request_with_a_grammar_leaves_the_steps_of_seven_others_captured(way:
                 (replay.num_parts, replay.num_unreplayed, llm.engine.stats().spec.num_verify_steps), before, strict=True
             )
         )
-        print("PARTS", parts, unreplayed, rows, {n for t in replay.tapes.values() for n in t.python_calls})
         assert parts >= 2 * rows / 8 > 10
+        kept = graphs.inputs._logits
+        assert kept is not None
+        assert kept.nbytes == llm.engine.memory_plan.graph_bytes  # as planned
         assert unreplayed <= parts / 4  # how many nodes a grammar leaves in time is not the same in every run
