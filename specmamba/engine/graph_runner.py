@@ -21,7 +21,7 @@ from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.request import Request
-from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
+from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind, before_decision
 from specmamba.kernels import gpu
 from specmamba.kernels.draft_sizing import Chosen, Ints
 from specmamba.verify.pools import Pools
@@ -128,12 +128,12 @@ class StepGraphRunner:
             num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
             packed = bucket * num_nodes
             kind = kind._replace(num_nodes=num_nodes, num_packed=packed, max_children=num_nodes - 1, depth=depth)
-        key = kind.before_decision(is_drafted=True), drafter, sizer
+        key = before_decision(kind, is_drafted=True), drafter, sizer
 
         def read(candidates: Candidates) -> DraftTree:
             if size.is_chain:
                 return first_chains(candidates, self.inputs.batch(kind), depth)
-            return self.inputs.trees.read_chosen(kind, self.inputs.roots.read("root_token", bucket), candidates)
+            return self.inputs.trees.read_chosen(kind, self.inputs.rows.read("root_token", bucket), candidates)
 
         drafts = DraftsInStep(drafter, sizer, depth, key, read)
         return self._replay(call, kind, (drafter, sizer), drafts, lambda: sizer.prepare(key, bucket))
@@ -145,7 +145,7 @@ class StepGraphRunner:
             call: the step.
             drafts: of its drafter, made for this kind of step, and equal to others that draft the same.
         """
-        kind = self._kind(call).before_decision(is_drafted=True)
+        kind = before_decision(self._kind(call), is_drafted=True)
         key = "draft", kind, drafts
         found = self._run_draft(call, self.inputs, kind, key, lambda: drafts.propose(self.inputs.batch(kind)))
         tree: DraftTree = found.first(len(call.requests))
@@ -165,7 +165,7 @@ class StepGraphRunner:
         if size.drafted is not None and own is not None:
             inputs, own = self._draft_inputs, own.of(np.flatnonzero(size.drafted).tolist())
         call = replace(call, requests=drafted, pending_tokens=own)
-        kind = self._kind(call, inputs).before_decision(is_drafted=True)._replace(num_nodes=size.depth)
+        kind = before_decision(self._kind(call, inputs), is_drafted=True)._replace(num_nodes=size.depth)
 
         def draft() -> Candidates:
             found = drafter.offer(inputs.batch(kind), kind.num_nodes)
@@ -263,8 +263,7 @@ class StepGraphRunner:
         slots = self._pools.state_buffers.place(rows, kind.num_nodes, is_captured=True)
 
         def fill() -> None:
-            self.inputs.write(requests, call.pending_tokens, kind)
-            self.inputs.write_slots(slots)
+            self.inputs.write(requests, call.pending_tokens, kind, slots)
             if write_tree is not None:
                 write_tree()
 
@@ -280,7 +279,7 @@ class StepGraphRunner:
         fill: Callable[[], None],
     ) -> StepOutput:
         """Run draft and forward, which all decisions share, then the decision of this kind; arguments as above."""
-        verifier, before = call.verifier, kind.before_decision(is_drafted=drafts is not None)
+        verifier, before = call.verifier, before_decision(kind, is_drafted=drafts is not None)
 
         def score() -> Scored:
             buffers = self._pools.state_buffers

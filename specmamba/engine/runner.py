@@ -58,6 +58,7 @@ class Runner:
         self._device, self._constraints = device, constraints
         self._nobody = NoDrafter()  # in steps that the drafter skips
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self._restricted: tuple[tuple[tuple[int, ...], bool], bool] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
         self._is_in_parts = False  # the step is not replayed as a whole, and its time says nothing about others
         self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
@@ -211,7 +212,7 @@ class Runner:
             drafts = ReplayedDrafts(drafts, graphs, call)
         if chains is not None:
             drafts = PredictedDrafts(drafts, chains)
-        if any(request.follower is not None or self._is_bounded(request) for request in requests):
+        if self._are_restricted(requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
         return batch, drafts
 
@@ -230,7 +231,7 @@ class Runner:
         bucket = graphs.bucket(len(requests))
         if bucket is None:
             return None
-        if chains is not None or any(request.follower is not None or self._is_bounded(request) for request in requests):
+        if chains is not None or self._are_restricted(requests):
             self._is_in_parts = True
             before = self._drafts(requests, rows, size, drafter, chains, graphs)
             return self._run_drafted_before(graphs, requests, *before)
@@ -250,9 +251,16 @@ class Runner:
         drafter = drafter or self.drafter
         return StepCall(requests, drafter, self.verifier, pending_tokens)
 
-    def _is_bounded(self, request: Request) -> bool:
-        """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""
-        return request.params.max_depth is not None and self.sizer is None
+    def _are_restricted(self, requests: Sequence[Request]) -> bool:
+        """Whether trees are pruned: some request has a grammar, or wants smaller drafts than the drafter makes.
+
+        A sizer knows itself what requests want.
+        """
+        asked = tuple([request.sequence_number for request in requests]), self.sizer is None
+        if self._restricted is None or self._restricted[0] != asked:
+            found = any(r.follower is not None or (r.params.max_depth is not None and asked[1]) for r in requests)
+            self._restricted = asked, found
+        return self._restricted[1]
 
     def _run_sized(
         self, graphs: StepGraphRunner, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize

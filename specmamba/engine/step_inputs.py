@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -81,17 +82,19 @@ class StepKind(NamedTuple):
     num_logprobs: int | None = None  # likeliest tokens beside each decided token; None: no log probabilities
     is_masked: bool = False  # some nodes have a set of tokens that may follow
 
-    def before_decision(self, is_drafted: bool) -> StepKind:
-        """What draft and forward depend on; ``is_drafted``: the drafts are part of the step, and may be drawn."""
-        kind = self._replace(
-            sampling=self.sampling if is_drafted and self.sampling.has_rejection else Sampling(),
-            is_forced=False,
-            num_distributions=0,
-            num_biases=0,
-            num_logprobs=None,
-            is_masked=False,
-        )
-        return kind if is_drafted else kind._replace(is_deferred=False, max_pending_tokens=0, keeps_tokens=False)
+
+@lru_cache(maxsize=4096)
+def before_decision(kind: StepKind, is_drafted: bool) -> StepKind:
+    """What draft and forward of a step depend on; ``is_drafted``: the drafts are part of it, and may be drawn."""
+    before = kind._replace(
+        sampling=kind.sampling if is_drafted and kind.sampling.has_rejection else Sampling(),
+        is_forced=False,
+        num_distributions=0,
+        num_biases=0,
+        num_logprobs=None,
+        is_masked=False,
+    )
+    return before if is_drafted else before._replace(is_deferred=False, max_pending_tokens=0, keeps_tokens=False)
 
 
 class TreeInputs:
@@ -277,8 +280,7 @@ class StepInputs:
             device: where steps run.
             num_trees: rows of the largest batch, which may be too large for a bucket; None: ``num_rows``.
         """
-        self.roots = Columns(ROOTS, num_rows, torch.int64, device)
-        self.slots_of_rows = Columns(SLOTS, num_rows, torch.int64, device)
+        self.rows = Columns(ROOTS | SLOTS, num_rows, torch.int64, device)
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
         self.biases = BiasInputs(device)
@@ -288,11 +290,12 @@ class StepInputs:
         self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._members: tuple[int, ...] = ()  # requests whose settings were written last
         self._written: tuple[object, object, object] = None, None, None  # what ``write`` has written last
+        self._columns: dict[str, Sequence[int]] = {}  # of the same
         self._used = Deciding()  # what their decisions need
 
     def clear(self) -> None:
         """Make every row padding."""
-        for columns in (self.roots, self.slots_of_rows, self.settings, self.floats):
+        for columns in (self.rows, self.settings, self.floats):
             columns.write({})
         self.trees.clear()
         self.forced_output_ids.fill_(-1)
@@ -317,16 +320,41 @@ class StepInputs:
             self._used = Deciding(Sampling.of(params, rules), self.biases.write(params), num_logprobs)
         return self._used
 
-    def write(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None, kind: StepKind) -> None:
-        """Write the batch of a step of this kind and of these requests; the rows behind them become padding.
+    def write(
+        self,
+        requests: Sequence[Request],
+        pending_tokens: HostPendingTokens | None,
+        kind: StepKind,
+        slots: HostVerifySlots | None = None,
+    ) -> None:
+        """Write the batch of a step of this kind, in one copy; the rows behind its requests become padding.
 
-        A second call for the same step, with the same objects, changes nothing.
+        A second call for the same step, with the same objects, adds the slots alone.
+
+        Args:
+            requests: of the batch, in order of their rows.
+            pending_tokens: of the drafter.
+            kind: of step.
+            slots: where the verify finds and leaves states; None: nothing is verified in this part of the step.
         """
         written, layout = self._written, (kind.batch_size, kind.max_pending_tokens)
         is_same = written[0] is requests and written[1] is pending_tokens and written[2] == layout
-        if pending_tokens is not None and is_same:
+        if pending_tokens is None or not is_same:
+            self._written = requests, pending_tokens, layout
+            self._columns = self._columns_of(requests, pending_tokens, kind)
+        elif slots is None:
             return
-        self._written = requests, pending_tokens, layout
+        columns = self._columns
+        if slots is not None:
+            columns = columns | {"slot": slots.state_slots, "num_pending": slots.num_pending}
+            if slots.folded:
+                columns["folds"] = [row in slots.folded for row in slots.rows]
+        self.rows.write(columns)
+
+    def _columns_of(
+        self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None, kind: StepKind
+    ) -> dict[str, Sequence[int]]:
+        """The columns of a batch; what stands in other buffers is written."""
         self.write_settings(requests)  # a capture has cleared them
         columns: dict[str, Sequence[int]] = {
             "row": [request.held_row for request in requests],
@@ -338,18 +366,11 @@ class StepInputs:
             columns["num_kept_tokens"] = pending_tokens.kept or ()
             if self._pending is not None and not pending_tokens.is_deferred:
                 self._pending.write(pending_tokens.counts, kind.batch_size, kind.max_pending_tokens)
-        self.roots.write(columns)
-        if any(request.forced_output_ids for request in requests):
+        if kind.is_forced:
             self.forced_output_ids.fill_(-1)
             forced = forced_ahead(requests, self.forced_output_ids.shape[1])
             self.forced_output_ids[: len(requests)] = forced.to(self.forced_output_ids.device)
-
-    def write_slots(self, slots: HostVerifySlots) -> None:
-        """Write where a verify finds and leaves states."""
-        columns: dict[str, Sequence[int]] = {"slot": slots.state_slots, "num_pending": slots.num_pending}
-        if slots.folded:
-            columns["folds"] = [row in slots.folded for row in slots.rows]
-        self.slots_of_rows.write(columns)
+        return columns
 
     def keep_logits(self, logits: Tensor) -> Tensor:
         """Copy the logits [B, N, V] of a forward to where its decision reads them, in the same memory for all kinds."""
@@ -361,7 +382,7 @@ class StepInputs:
 
     def batch(self, kind: StepKind) -> Batch:
         """The batch that a step of this kind works on."""
-        size, column = kind.batch_size, self.roots.read
+        size, column = kind.batch_size, self.rows.read
         pending_tokens = None
         if kind.max_pending_tokens:
             kept = column("num_kept_tokens", size) if kind.keeps_tokens else None
@@ -383,15 +404,15 @@ class StepInputs:
 
     def slots(self, kind: StepKind, node_offset: int, folds: bool, device: torch.device) -> VerifySlots:
         """Where a step of this kind finds and leaves states; ``folds``: rows may fold."""
-        size, column = kind.batch_size, self.slots_of_rows.read
-        rows = RowSet.of((), device, self.roots.read("row", size))
+        size, column = kind.batch_size, self.rows.read
+        rows = RowSet.of((), device, self.rows.read("row", size))
         state_slots = RowSet.of((), device, column("slot", size))
         flags = column("folds", size) > 0 if folds else None
         return VerifySlots(rows, state_slots, node_offset, column("num_pending", size), flags)
 
     def tree(self, kind: StepKind) -> DraftTree:
         """The trees that were drafted before the step."""
-        return self.trees.read(kind, self.roots.read("root_token", kind.batch_size))
+        return self.trees.read(kind, self.rows.read("root_token", kind.batch_size))
 
     def _sampling(self, kind: StepKind) -> SamplingBatch:
         size, used = kind.batch_size, kind.sampling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from specmamba.kernels import sampling as sampling_ops
 MAX_LOGITS = 1 << 24  # logits of known tokens that are computed at a time
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step decided for one request, on the host."""
 
     tokens: tuple[int, ...]  # accepted drafts, then the bonus token
@@ -107,7 +107,7 @@ class StepOutput:
         if self.logprobs is None:
             return results
         found = self.logprobs.read([result.tokens for result in results], num_logprobs)
-        return [replace(result, logprobs=entries) for result, entries in zip(results, found, strict=True)]
+        return [result._replace(logprobs=entries) for result, entries in zip(results, found, strict=True)]
 
     def draft_of(self, place: int, request_id: str, decided: Sequence[int], tenant: str | None = None) -> DraftView:
         """Read the draft of the request at index ``place`` from the device, with its ``decided`` tokens."""

@@ -152,8 +152,7 @@ def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
     found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
     owners: dict[str, object] = {"states": pools.states, "state_buffers": pools.state_buffers, "trees": inputs.trees}
     owners |= {
-        "roots": inputs.roots,
-        "slots": inputs.slots_of_rows,
+        "rows": inputs.rows,
         "settings": inputs.settings,
         "floats": inputs.floats,
     }
