@@ -24,7 +24,7 @@ from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
 from specmamba.engine.cache_manager import build_cache_manager, build_tiers, require_disk_folder
-from specmamba.engine.captured_steps import build_graph_runner
+from specmamba.engine.captured.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.loading import (

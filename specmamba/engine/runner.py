@@ -21,9 +21,9 @@ from specmamba.draft.sizing.repeats import LONGEST_START
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
-from specmamba.engine.captured_steps import capture_steps
+from specmamba.engine.captured.captured_steps import capture_steps
+from specmamba.engine.captured.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
-from specmamba.engine.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet

@@ -10,7 +10,7 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.cuda_graphs import NativeReplay
-from specmamba.engine.step_inputs import Sampling
+from specmamba.engine.captured.step_kind import Sampling
 from specmamba.sampling_params import SpeculationParams
 from tests.exactness import assert_same_sampled_texts
 

@@ -22,7 +22,8 @@ from specmamba.config import DEMO_MODEL
 from specmamba.core import DraftTree, RequestOutput
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, NextPart, StepWatch
 from specmamba.draft.drafter import chain_shape, tree_shape
-from specmamba.engine.step_inputs import StepInputs, StepKind
+from specmamba.engine.captured.step_inputs import StepInputs
+from specmamba.engine.captured.step_kind import StepKind
 from specmamba.errors import ConfigError
 from specmamba.sampling_params import GrammarSpec, SpeculationParams
 from specmamba.trees import StaticTree, TreeFile

@@ -10,7 +10,7 @@ import torch
 from specmamba.cache.memory import MemoryPlan
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_sizes
-from specmamba.engine.graph_runner import StepCall, StepGraphRunner
+from specmamba.engine.captured.graph_runner import StepCall, StepGraphRunner
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import readable
 from specmamba.kernels import gpu

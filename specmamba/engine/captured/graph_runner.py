@@ -20,16 +20,20 @@ from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, Pla
 from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
+from specmamba.engine.captured.step_inputs import StepInputs
+from specmamba.engine.captured.step_kind import (
+    Sampling,
+    StepKind,
+    before_decision,
+    kind_of_chosen,
+    with_own_pending_tokens,
+)
 from specmamba.engine.request import Request
-from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind, before_decision
 from specmamba.kernels import gpu
-from specmamba.kernels.draft_sizing import Chosen, Ints
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.verify.pools import Pools
 from specmamba.verify.result import StepOutput
 from specmamba.verify.step import Drafts, GivenDrafts, Scored, Verifier
-
-WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # nodes of the largest chosen tree, padded, on a GPU
-PROBED_NODES = 2  # of a request, the root included
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class StepGraphRunner:
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
-        kind = _with_own_pending_tokens(self._kind(call)._replace(num_nodes=num_nodes), call)
+        kind = with_own_pending_tokens(self._kind(call)._replace(num_nodes=num_nodes), call.pending_tokens)
         return self._replay(call, kind, drafts, drafts)
 
     def run_sized(self, call: StepCall, sizer: DraftSizer, size: DraftSize) -> StepOutput:
@@ -123,7 +127,8 @@ class StepGraphRunner:
         kind, drafter, depth = self._kind(call), call.drafter, size.depth
         bucket = kind.batch_size
         if size.is_chain:
-            kind = _with_own_pending_tokens(kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth), call)
+            chain = kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth)
+            kind = with_own_pending_tokens(chain, call.pending_tokens)
         else:
             num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
             packed = bucket * num_nodes
@@ -192,7 +197,9 @@ class StepGraphRunner:
             kind = kind._replace(num_distributions=drafter.num_distributions)
             nodes = self.inputs.trees.arrays.candidates[: len(call.requests), : chosen.width]
             entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
-        kind = self._chosen_kind(kind, chosen)
+        kind = kind_of_chosen(
+            kind, chosen, self._max_nodes, None if self.calls_host else self.totals(kind.batch_size).step
+        )
         observer = drafter if drafter.is_capturable else None
         return self._replay(call, kind, observer, None, lambda: self.inputs.trees.write_chosen(kind, entries), observer)
 
@@ -214,21 +221,6 @@ class StepGraphRunner:
         size, count, vocab_size = draft_probs.shape
         kept = self.inputs.trees.draft_probs(num_rows, drafter.num_distributions, vocab_size)
         kept[:size, :count] = draft_probs
-
-    def _chosen_kind(self, kind: StepKind, chosen: Chosen) -> StepKind:
-        """The kind of step that takes these trees. Where padding costs no products, there are two."""
-        size, most = kind.batch_size, self._max_nodes
-        kind = kind._replace(max_children=most - 1)
-        if self.calls_host:
-            width = min(PROBED_NODES, most) if chosen.width <= PROBED_NODES else most
-            return kind._replace(num_nodes=width, num_packed=size * width)
-        if size == 1:
-            return kind._replace(num_nodes=chosen.width)
-        width = min(next(n for n in WIDTHS if n >= chosen.width), most)
-        if chosen.num_nodes == size * width:
-            return kind._replace(num_nodes=width)
-        step = self.totals(size).step
-        return kind._replace(num_nodes=width, num_packed=min(-(-chosen.num_nodes // step) * step, size * width))
 
     def _run_draft(
         self, call: StepCall, inputs: StepInputs, kind: StepKind, key: Hashable, function: Callable[[], Any]
@@ -338,14 +330,6 @@ class StepGraphRunner:
             max_pending_tokens=most,
             keeps_tokens=pending_tokens is not None and pending_tokens.kept is not None,
         )
-
-
-def _with_own_pending_tokens(kind: StepKind, call: StepCall) -> StepKind:
-    """A kind with room for as many pending tokens as its steps decide, where no row has more of them."""
-    pending = call.pending_tokens
-    if pending is None or max(pending.counts) > kind.num_nodes:
-        return kind
-    return kind._replace(max_pending_tokens=kind.num_nodes)
 
 
 def _chosen_entries(entries: Tensor, nodes: Ints, size: DraftSize, num_distributions: int) -> Ints:
