@@ -288,7 +288,9 @@ class StepGraphRunner:
                 observer.observe(batch, output.verdict, output.features)
             return output
 
-        key, then = (before, name if drafts else None), NextPart((kind, verifier.policy, name), decide)
+        # the target's features on given trees are those that the drafter reads, too
+        key = before, name if drafts else ("given", call.drafter)
+        then = NextPart((kind, verifier.policy, name), decide)
         output: StepOutput = self.replay.run(key, score, self.inputs.clear, fill, then)
         return output
 
