@@ -288,10 +288,11 @@ class StepGraphRunner:
                 observer.observe(batch, output.verdict, output.features)
             return output
 
-        # the target's features on given trees are those that the drafter reads, too
-        key = before, name if drafts else ("given", call.drafter)
+        first: tuple[str, Hashable] = "drafted", name
+        if drafts is None:  # the target's features are those that a head reads
+            first = "given", call.drafter if call.drafter.is_capturable else None
         then = NextPart((kind, verifier.policy, name), decide)
-        output: StepOutput = self.replay.run(key, score, self.inputs.clear, fill, then)
+        output: StepOutput = self.replay.run((before, first), score, self.inputs.clear, fill, then)
         return output
 
     def _kind_of_given(self, call: StepCall, tree: DraftTree) -> StepKind:
