@@ -1,11 +1,10 @@
 """Time of a decoding step outside of its captured calls: scheduler, inputs, reading, text.
 
-    python -m specmamba.bench.host_time [--json FILE] [--batches 1,8] [--rounds 7] [--stub] [any engine flag]
+    python -m specmamba.bench.host_time [--json FILE] [--batches 1,8] [--rounds 7] [any engine flag]
 
 Batches of requests decode together. The host time of a step is its time less that of its replay, a mean over a
 stretch of steps in which all requests take part; reported are medians over stretches. All settings take turns within a
-round. With ``--stub`` replays are left out once they are recorded, and every step reads the same results again: large
-batches are timed quickly, and the processor's caches are the host's alone.
+round.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class HostTimeConfig(JsonOption):
     rounds: Annotated[Count, Field(description="rounds of all settings; the median over them is reported")] = 7
     batches: Annotated[tuple[Count, ...], Field(description="requests at a time")] = (1, 8)
     max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 160
-    stub: Annotated[bool, Field(description="leave replays out, and time what is left")] = False
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
 
 
@@ -77,7 +75,6 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     stretches: dict[Setting, list[Stretch]] = defaultdict(list)
     with progress_bar("rounds", config.rounds + 1) as advance, LLM(**{**flags, **TREE}) as llm:
         for number in range(config.rounds + 1):
-            llm.workbench.stub_replays(config.stub and number > 0)
             for setting in [(d, b, t) for d in DRAFTS for b in config.batches for t in config.temperatures]:
                 stretch = time_steps(llm, config, setting)
                 if number:  # the first round records the steps
@@ -90,7 +87,6 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(("specmamba", "torch")),
         "rounds": config.rounds,
-        "stubbed": config.stub,
         "results": [{**named(setting), **summarize(found)} for setting, found in stretches.items()],
     }
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from specmamba.cache.memory import free_memory
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
 from specmamba.config import EngineConfig
-from specmamba.cuda_graphs import NativeReplay
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
@@ -53,12 +52,6 @@ class Workbench:
         """Seconds in replays of native calls since the start; 0 where steps are not replayed by native code."""
         graph_runner = self._engine.runner.graph_runner
         return 0.0 if graph_runner is None else graph_runner.replay.seconds
-
-    def stub_replays(self, is_on: bool) -> None:
-        """Leave replays of native calls out, so that steps take the host's time alone; their texts are worthless."""
-        graph_runner = self._idle_engine().runner.graph_runner
-        if graph_runner is not None and isinstance(graph_runner.replay, NativeReplay):
-            graph_runner.replay.is_stubbed = is_on
 
     @property
     def clock(self) -> StepProbe:
