@@ -1,6 +1,6 @@
 """Time of a decoding step outside of its captured calls: scheduler, inputs, reading, text.
 
-    python -m specmamba.bench.host_time [--json FILE] [--batches 1 8] [--rounds 7] [any engine flag]
+    python -m specmamba.bench.host_time [--json FILE] [--batches 1,8] [--rounds 7] [any engine flag]
 
 Batches of requests decode together. The host time of a step is its time less that of its replay, a mean over a
 stretch of steps in which all requests take part; reported are medians over stretches. All settings take turns within a

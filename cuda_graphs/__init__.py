@@ -1,7 +1,7 @@
 """Fixed input buffers, batch-size buckets, capture and replay of functions that use them. Independent of requests."""
 
 from specmamba.cuda_graphs.native_replay import NativeReplay
-from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, Replay
+from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, NextPart, Replay
 from specmamba.cuda_graphs.step_buffers import Columns, bucket_for, bucket_sizes
 from specmamba.cuda_graphs.watch import StepWatch
 
@@ -11,6 +11,7 @@ __all__ = [
     "EagerReplay",
     "GraphReplay",
     "NativeReplay",
+    "NextPart",
     "Replay",
     "StepWatch",
     "bucket_for",

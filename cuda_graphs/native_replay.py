@@ -5,18 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from specmamba.cuda_graphs.arena import Arena
-from specmamba.cuda_graphs.replay import Replay
+from specmamba.cuda_graphs.replay import NextPart, Replay
 from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.kernels.replay import Tape, Threads, is_available
 
 MAX_RECORDS = 512  # each keeps a result; what is dropped is recorded again when it is needed
 T = TypeVar("T")
 logger = logging.getLogger("specmamba")
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A tape, and the result whose memory it writes."""
+
+    tape: Tape
+    result: Any
+    given: object = None  # the result of the part before it, whose memory it reads
 
 
 class NativeReplay(Replay[T]):
@@ -33,7 +44,7 @@ class NativeReplay(Replay[T]):
         self._num_threads = num_threads or torch.get_num_threads()
         self._threads = Threads(self._num_threads)
         self._arena = Arena()
-        self._records: dict[Hashable, tuple[Tape, T] | None] = {}
+        self._records: dict[Hashable, _Record | None] = {}  # None: it cannot be recorded
         self._seen: set[Hashable] = set()
 
     @staticmethod
@@ -44,46 +55,68 @@ class NativeReplay(Replay[T]):
     @property
     def tapes(self) -> dict[Hashable, Tape]:
         """The records so far, by key."""
-        return {key: record[0] for key, record in self._records.items() if record is not None}
+        return {key: record.tape for key, record in self._records.items() if record is not None}
 
-    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        clear: Callable[[], None],
+        fill: Callable[[], None],
+        then: NextPart | None = None,
+    ) -> T:
         fill()
+        result: T
+        given, is_kept = self._run(key, function)
+        if then is None:
+            result = given
+        elif is_kept:
+            result, _ = self._run((key, then.key), partial(then.function, given), given)
+        else:
+            self._seen.add((key, then.key))
+            result = then.function(given)
+        return result
+
+    def _run(self, key: Hashable, function: Callable[[], Any], given: object = None) -> tuple[Any, bool]:
+        """Run one part, which reads ``given``; returns its result, and whether later runs return the same object."""
         record = self._records.get(key)
+        if record is not None and record.given is not given:  # the part before it was recorded anew
+            del self._records[key]
+            record = None
         if record is None:
             self.num_unreplayed += key not in self._records  # what cannot be recorded takes as long every time
-            return self._run_directly(key, function)
-        tape, result = record
+            return self._run_directly(key, function, given)
         began = time.perf_counter()
-        tape.run(self._threads)
+        record.tape.run(self._threads)
         self.seconds += time.perf_counter() - began
-        return result
+        return record.result, True
 
     def close(self) -> None:
         self._threads.stop()
         self._records.clear()
 
-    def _run_directly(self, key: Hashable, function: Callable[[], T]) -> T:
+    def _run_directly(self, key: Hashable, function: Callable[[], Any], given: object) -> tuple[Any, bool]:
         if key in self._records:  # it cannot be recorded
-            return function()
+            return function(), False
         if key in self._seen:
             while len(self._records) >= MAX_RECORDS:
                 oldest = next(iter(self._records))
                 del self._records[oldest]
                 self._seen.discard(oldest)
-            return self._record(key, function)
+            return self._record(key, function, given)
         self._seen.add(key)
-        return function()
+        return function(), False
 
-    def _record(self, key: Hashable, function: Callable[[], T]) -> T:
+    def _record(self, key: Hashable, function: Callable[[], Any], given: object) -> tuple[Any, bool]:
         before = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)  # native calls are told it, and their record keeps it
         try:
-            record: tuple[Tape, T] = StepRecorder(self._arena).record(function)
+            tape, result = StepRecorder(self._arena).record(function)
         except NotRecordableError as error:
             logger.warning("some steps run operator by operator: %s", error)
             self._records[key] = None
-            return function()  # what it has written already, it writes again
+            return function(), False  # what it has written already, it writes again
         finally:
             torch.set_num_threads(before)
-        self._records[key] = record
-        return record[1]
+        self._records[key] = _Record(tape, result, given)
+        return result, True

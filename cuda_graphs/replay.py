@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,10 +25,20 @@ class CaptureCost:
     num_bytes: int  # that the pool of all graphs grew by
 
 
+@dataclass(frozen=True, slots=True)
+class NextPart:
+    """A function that goes on from the result of another one, in the same run."""
+
+    key: Hashable  # tells functions apart that follow the same function
+    function: Callable[[Any], Any]
+
+
 class Replay(ABC, Generic[T]):
     """Runs functions by key.
 
     A function reads its inputs from fixed buffers, and returns tensors that the next run of the same key overwrites.
+    A run may have a second part, which reads what the first one returns: many second parts can follow one first part,
+    which is captured once for all of them.
     """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
@@ -35,7 +46,14 @@ class Replay(ABC, Generic[T]):
     num_unreplayed = 0  # runs that called the function, since the start
 
     @abstractmethod
-    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        clear: Callable[[], None],
+        fill: Callable[[], None],
+        then: NextPart | None = None,
+    ) -> T:
         """Run a function on inputs.
 
         Args:
@@ -43,6 +61,10 @@ class Replay(ABC, Generic[T]):
             function: depends on no host values that change between runs.
             clear: makes all inputs padding; results of a run on padding alone are never read.
             fill: writes the inputs.
+            then: goes on from the function's result; None: nothing does.
+
+        Returns:
+            The result of the last part.
         """
 
     def close(self) -> None:
@@ -58,13 +80,21 @@ class EagerReplay(Replay[T]):
     def __init__(self, has_fixed_shapes: bool = False) -> None:
         self.has_fixed_shapes = has_fixed_shapes
 
-    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        clear: Callable[[], None],
+        fill: Callable[[], None],
+        then: NextPart | None = None,
+    ) -> T:
         fill()
-        return function()
+        result: T = function() if then is None else then.function(function())
+        return result
 
 
 class GraphReplay(Replay[T]):
-    """Captures a function at its first run, and from then on replays it with one launch.
+    """Captures a function at its first run, and from then on replays it with one launch for each of its parts.
 
     All graphs share one memory pool: they never run at the same time, and the result of one is read before the next
     runs. A function whose capture fails is called at every run; where memory ran out, the error is the caller's.
@@ -75,24 +105,44 @@ class GraphReplay(Replay[T]):
     def __init__(self, device: torch.device) -> None:
         """``device``: a CUDA device."""
         self._device, self._side = device, torch.cuda.Stream(device)
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T] | None] = {}  # None: it could not be captured
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any] | None] = {}  # None: it could not be captured
         self._pool: Any = None  # torch gives no type to the handle of a pool
         self.costs: dict[Hashable, CaptureCost] = {}
 
-    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        clear: Callable[[], None],
+        fill: Callable[[], None],
+        then: NextPart | None = None,
+    ) -> T:
         if key not in self._graphs:
             clear()
-            self._graphs[key] = self._try_to_capture(key, function)
-            self.num_unreplayed += 1
+            self._add(key, function)
+        if then is not None and self._graphs[key] is not None and (key, then.key) not in self._graphs:
+            clear()
+            self._add((key, then.key), partial(then.function, self._launch(key, function)))
         fill()
-        captured = self._graphs[key]
+        result: T = self._launch(key, function)
+        if then is not None:
+            result = self._launch((key, then.key), partial(then.function, result))
+        return result
+
+    def _add(self, key: Hashable, function: Callable[[], Any]) -> None:
+        self._graphs[key] = self._try_to_capture(key, function)
+        self.num_unreplayed += 1
+
+    def _launch(self, key: Hashable, function: Callable[[], Any]) -> Any:
+        """Replay the graph of this key; call the function where there is none."""
+        captured = self._graphs.get(key)
         if captured is None:
             return function()
         graph, result = captured
         graph.replay()
         return result
 
-    def _try_to_capture(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
+    def _try_to_capture(self, key: Hashable, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         """A graph and its result, or None and a warning.
 
         Raises:
@@ -107,7 +157,7 @@ class GraphReplay(Replay[T]):
             logger.warning("a step could not be captured, and runs operator by operator: %s", reason)
             return None
 
-    def _capture(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _capture(self, key: Hashable, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         start, current = time.perf_counter(), torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):

@@ -19,6 +19,7 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 
 Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
 MAX_DRAFT_TOKENS = 64
+DEFAULT_LARGEST = 64  # requests of the largest captured step without --cuda-graph-max-bs
 FORM_FLAG = "--speculative-draft-model-quantization"
 
 
@@ -121,6 +122,13 @@ class EngineConfig(ModelFlags):
         changed = [name for name in GPU_DEFAULTS if getattr(self, name) != getattr(given, name)]
         flags = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in changed]
         return [f"on a GPU, where nothing else is given: {', '.join(flags)}"] if flags else []
+
+    @property
+    def largest_captured_batch(self) -> int:
+        """Requests of the largest step that is captured; 0: none is."""
+        if self.disable_cuda_graph:
+            return 0
+        return min(self.cuda_graph_max_bs or DEFAULT_LARGEST, self.max_running_requests)
 
     @property
     def is_adaptive(self) -> bool:

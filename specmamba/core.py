@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
@@ -59,15 +60,26 @@ class SpecStats:
 
     def after_step(self, num_drafted: int, num_accepted: int) -> SpecStats:
         """These figures with one more verify step counted in."""
+        return self.after_steps(((num_drafted, num_accepted),))
+
+    def after_steps(self, steps: Sequence[tuple[int, int]]) -> SpecStats:
+        """These figures with more verify steps counted in, given by their drafted and their accepted tokens."""
         histogram = list(self.accepted_histogram)
-        histogram.extend([0] * (max(num_drafted, num_accepted) + 1 - len(histogram)))
-        histogram[num_accepted] += 1
+        num_drafted = num_accepted = num_drafts = 0
+        for drafted, accepted in steps:
+            missing = max(drafted, accepted) + 1 - len(histogram)
+            if missing > 0:
+                histogram += [0] * missing
+            histogram[accepted] += 1
+            num_drafted += drafted
+            num_accepted += accepted
+            num_drafts += drafted > 0
         return SpecStats(
-            self.num_verify_steps + 1,
+            self.num_verify_steps + len(steps),
             self.num_draft_tokens + num_drafted,
             self.num_accepted_tokens + num_accepted,
             tuple(histogram),
-            self.num_drafts + (num_drafted > 0),
+            self.num_drafts + num_drafts,
         )
 
 

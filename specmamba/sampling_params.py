@@ -171,11 +171,6 @@ class SamplingParams(LogitSettings):
         """The rule of acceptance that it asks for."""
         return self.speculative.accept if isinstance(self.speculative, SpeculationParams) else None
 
-    @property
-    def is_special(self) -> bool:
-        """Whether steps of this request cannot be captured: biases, a grammar or log probabilities."""
-        return bool(self.logit_bias or self.grammar) or self.logprobs is not None
-
 
 class Penalties(NamedTuple):
     """Penalty strengths, all [B] float32; neutral (0, 0, 1) for rows without penalties."""
@@ -205,6 +200,11 @@ class Biases:
             torch.tensor(tokens, device=device),
             torch.tensor(values, dtype=torch.float32, device=device),
         )
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of its tensors."""
+        return self.rows, self.tokens, self.values
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.engine.graph_runner import StepGraphRunner
+from specmamba.engine.captured.graph_runner import StepGraphRunner
 from specmamba.kernels import sampling
 from specmamba.kernels.linear import native_ops
 from specmamba.kernels.native.levels import NativeUnavailableError

@@ -103,6 +103,10 @@ class RequestTable:
         end = num_borrowed // size if row is None else self._holdings[row].end_page
         return max(0, -(-num_positions // size) - end)
 
+    def has_pages(self, row: int, num_positions: int) -> bool:
+        """Whether a row that is in use needs no more pages for so many tokens."""
+        return self._holdings[row].end_page * self._kv_pool.page_size >= num_positions
+
     def borrow(self, row: int, slots: TokenSlots) -> None:
         """Point a new row's first positions at slots of the prefix cache, which the caller has locked."""
         self._holdings[row] = _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -129,6 +129,11 @@ class CacheManager:
     def num_available_states(self) -> int:
         """State slots that are free or can be freed by eviction."""
         return self.pools.states.num_free + self.cache.num_evictable_states
+
+    def lacking(self, requests: Iterable[Request], num_lookahead_slots: int) -> list[Request]:
+        """The running requests without KV for so many positions from their roots on."""
+        has_pages = self.pools.table.has_pages
+        return [r for r in requests if not has_pages(r.held_row, r.root_position + num_lookahead_slots)]
 
     def grow(self, request: Request, num_positions: int, num_ahead: int) -> bool:
         """Allocate KV for the positions of a running request, evicting where needed.

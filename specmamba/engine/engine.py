@@ -25,7 +25,7 @@ from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
 from specmamba.engine.cache_manager import build_cache_manager
-from specmamba.engine.captured_steps import build_graph_runner
+from specmamba.engine.captured.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.loading import (
@@ -113,6 +113,7 @@ class Engine:
         self._order = itertools.count()  # of arrival: never used twice, since settings on the device are kept by it
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
+        self._steps: dict[str | None, list[tuple[int, int]]] = {}  # of the present step: drafted and accepted tokens
         self._watch = AcceptanceWatch(self.draft_plan.algorithm)
         self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
         return_freed_memory()  # what loading has used
@@ -312,6 +313,7 @@ class Engine:
         results = self.runner.step(batch) if batch else []
         stepped = time.perf_counter()
         advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
+        self._count_steps()
         ended = [request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None]
         if ended:
             self._end(ended)
@@ -443,8 +445,7 @@ class Engine:
         if request.follower is not None and reason is None:
             request.follower.advance(result.tokens)
         request.spec = request.spec.after_step(result.num_drafted, count - 1)
-        tenant = request.owner.tenant
-        self._spec_of[tenant] = self._spec_of.get(tenant, SpecStats()).after_step(result.num_drafted, count - 1)
+        self._steps.setdefault(request.owner.tenant, []).append((result.num_drafted, count - 1))
         self._watch.observe(result.num_drafted, len(result.tokens) - 1)
         tokens = result.tokens[:count]
         request.output.extend(tokens)
@@ -456,6 +457,12 @@ class Engine:
         depths = (*range(1, len(result.tokens)), 0)
         figures: dict[str, Any] = {"depths": depths[:count], "logprobs": result.logprobs[:count]}
         return request.delta(tokens, text, reason, is_first=is_first, **figures)
+
+    def _count_steps(self) -> None:
+        """Add what the requests of a step have drafted and accepted to the figures of their tenants."""
+        for tenant, steps in self._steps.items():
+            self._spec_of[tenant] = self._spec_of.get(tenant, SpecStats()).after_steps(steps)
+        self._steps.clear()
 
     def _end(self, requests: list[Request]) -> None:
         """End requests: their states and KV go to the prefix cache, all other memory is freed."""

@@ -335,6 +335,7 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
         "speculation_bytes": plan.spec_bytes,
         "speculation_bytes_per_request": plan.spec_bytes_per_request,
         "draft_state_bytes": plan.draft_bytes,
+        "captured_step_bytes": plan.graph_bytes,
         "weight_bytes": plan.weight_bytes,
         "total_bytes": plan.total_bytes,
     }

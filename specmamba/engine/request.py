@@ -46,6 +46,8 @@ class TextStream:
             The number of tokens that belong to the output, the text that can be sent now, and why the output ends (None
             if it continues). A stop token counts as output, but its text is not sent, and neither is a stop string.
         """
+        if not self._stop_strings:
+            return self._push_all(tokens)
         ready = ""
         for i, token in enumerate(tokens):
             self._num_tokens += 1
@@ -59,6 +61,22 @@ class TextStream:
                 text, stopped = self._flush()
                 return i + 1, ready + text, "stop" if stopped else "length"
         return len(tokens), ready, None
+
+    def _push_all(self, tokens: Sequence[int]) -> tuple[int, str, FinishReason | None]:
+        """Do ``push`` where no text ends the output: all tokens are decoded at once."""
+        left = self._max_tokens - self._num_tokens
+        count = len(tokens)
+        reason: FinishReason | None = None
+        for i, token in enumerate(tokens[:left]):
+            if token in self._stop_ids:
+                count, reason = i + 1, "stop"
+                break
+        else:
+            if left <= count:
+                count, reason = left, "length"
+        self._num_tokens += count
+        text = self._detokenizer.push_all(tokens[: count - (reason == "stop")])
+        return count, text if reason is None else text + self._detokenizer.flush(), reason
 
     def _finish(self) -> str:
         return self._flush()[0]

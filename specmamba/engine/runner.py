@@ -21,22 +21,20 @@ from specmamba.draft.sizing.repeats import LONGEST_START
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
-from specmamba.engine.captured_steps import capture_steps
+from specmamba.engine.captured.captured_steps import capture_steps
+from specmamba.engine.captured.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
-from specmamba.engine.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target
-from specmamba.sampling_params import SamplingBatch, SamplingParams
+from specmamba.sampling_params import SamplingBatch
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.probe import StepProbe
 from specmamba.verify.result import StepOutput, StepResult, known_token_logprobs
 from specmamba.verify.step import Drafts, Verifier
-
-NO_REQUEST = SamplingParams(temperature=0.0)  # of rows that are padding
 
 
 class Runner:
@@ -60,6 +58,7 @@ class Runner:
         self._device, self._constraints = device, constraints
         self._nobody = NoDrafter()  # in steps that the drafter skips
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self._restricted: tuple[tuple[tuple[int, ...], bool], bool] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
         self._is_in_parts = False  # the step is not replayed as a whole, and its time says nothing about others
         self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
@@ -178,14 +177,8 @@ class Runner:
     def _run_drafted_before(
         self, graphs: StepGraphRunner, requests: Sequence[Request], batch: Batch, drafts: Drafts
     ) -> StepOutput:
-        """Draft before the step, replay the verify, or what no request keeps from it, and observe after it."""
-        tree, call = drafts.propose(batch), self._call(requests)
-        if tree.draft_probs is None and not any(request.params.is_special for request in requests):
-            output = graphs.run_given(call, tree)
-        else:
-            bucket = graphs.bucket(batch.size)
-            assert bucket is not None
-            output = graphs.run_scored(call, tree, self._sampling_batch(requests, bucket), batch.num_logprobs)
+        """Draft before the step, replay verify and decision, and observe after it."""
+        output = graphs.run_given(self._call(requests), drafts.propose(batch))
         drafts.observe(batch, output.verdict, output.features)
         return output
 
@@ -222,7 +215,7 @@ class Runner:
             drafts = ReplayedDrafts(drafts, graphs, call)
         if chains is not None:
             drafts = PredictedDrafts(drafts, chains)
-        if any(request.follower is not None or self._is_bounded(request) for request in requests):
+        if self._are_restricted(requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
         return batch, drafts
 
@@ -241,7 +234,7 @@ class Runner:
         bucket = graphs.bucket(len(requests))
         if bucket is None:
             return None
-        if chains is not None or any(request.params.is_special or self._is_bounded(request) for request in requests):
+        if chains is not None or self._are_restricted(requests):
             self._is_in_parts = True
             before = self._drafts(requests, rows, size, drafter, chains, graphs)
             return self._run_drafted_before(graphs, requests, *before)
@@ -259,11 +252,18 @@ class Runner:
         drafter: Drafter | None = None,
     ) -> StepCall:
         drafter = drafter or self.drafter
-        return StepCall(requests, drafter, self.verifier, pending_tokens, self.sizer is not None)
+        return StepCall(requests, drafter, self.verifier, pending_tokens)
 
-    def _is_bounded(self, request: Request) -> bool:
-        """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""
-        return request.params.max_depth is not None and self.sizer is None
+    def _are_restricted(self, requests: Sequence[Request]) -> bool:
+        """Whether trees are pruned: some request has a grammar, or wants smaller drafts than the drafter makes.
+
+        A sizer knows itself what requests want.
+        """
+        asked = tuple([request.sequence_number for request in requests]), self.sizer is None
+        if self._restricted is None or self._restricted[0] != asked:
+            found = any(r.follower is not None or (r.params.max_depth is not None and asked[1]) for r in requests)
+            self._restricted = asked, found
+        return self._restricted[1]
 
     def _run_sized(
         self, graphs: StepGraphRunner, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize
@@ -404,15 +404,12 @@ class Runner:
             return None
         return forced_ahead(requests, self.drafter.max_nodes).to(self._device)
 
-    def _sampling_batch(self, requests: Sequence[Request], num_rows: int | None = None) -> SamplingBatch:
-        """Return the sampling settings of a batch, padded to ``num_rows``; reused until its members change."""
-        padding = [NO_REQUEST] * ((num_rows or len(requests)) - len(requests))
-        members = tuple([request.sequence_number for request in requests]) + (-1,) * len(padding)
+    def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
+        """Return the sampling settings of a batch; reused until its members change."""
+        members = tuple([request.sequence_number for request in requests])
         if self._sampling is None or self._sampling[0] != members:
-            params, seeds = [r.params for r in requests] + padding, [r.seed for r in requests] + [0] * len(padding)
-            rules = [r.rule for r in requests] + ["target"] * len(padding)
-            batch = SamplingBatch.of(params, seeds, self._device, rules)
-            self._sampling = members, batch
+            params, seeds, rules = zip(*[(r.params, r.seed, r.rule) for r in requests], strict=True)
+            self._sampling = members, SamplingBatch.of(params, seeds, self._device, rules)
         return self._sampling[1]
 
     def _chunk(self, runs: Sequence[PrefillRun]) -> PrefillChunk:

@@ -190,7 +190,8 @@ class Scheduler:
             The request that gives way where KV runs out: the caller ends its use of the memory, preempts it and calls
             again. None: all have room.
         """
-        for request in sorted(self.verifying, key=lambda r: r.sequence_number):
+        lacking = self._cache.lacking(self.verifying, self._limits.num_lookahead_slots)
+        for request in sorted(lacking, key=lambda r: r.sequence_number):
             if not self._grow(request):
                 # alone it lacks room only because of its borrowed prefix: it fits when it computes everything itself
                 request.must_compute |= self.num_running == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from specmamba.kernels import sampling as sampling_ops
 MAX_LOGITS = 1 << 24  # logits of known tokens that are computed at a time
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step decided for one request, on the host."""
 
     tokens: tuple[int, ...]  # accepted drafts, then the bonus token
@@ -34,11 +34,11 @@ class PathLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, verdict: Verdict, num_top: int) -> PathLogprobs:
-        """Compute them from the target's logits [B, N, V], before biases, penalties and masks."""
+        """Compute them from the target's logits [B, N, V], before biases, penalties and masks; K is V at the most."""
         index = verdict.path.clamp(min=0)[..., None].expand(-1, -1, logits.shape[-1])
         on_path = logits.gather(1, index)
         tokens = verdict.path_tokens[:, : logits.shape[1]].clamp(0, logits.shape[-1] - 1)  # padding may have any value
-        return cls(*sampling_ops.token_logprobs(on_path, tokens, num_top))
+        return cls(*sampling_ops.token_logprobs(on_path, tokens, min(num_top, logits.shape[-1])))
 
     def first(self, num_rows: int) -> PathLogprobs:
         """Return those of the first ``num_rows`` rows."""
@@ -107,7 +107,7 @@ class StepOutput:
         if self.logprobs is None:
             return results
         found = self.logprobs.read([result.tokens for result in results], num_logprobs)
-        return [replace(result, logprobs=entries) for result, entries in zip(results, found, strict=True)]
+        return [result._replace(logprobs=entries) for result, entries in zip(results, found, strict=True)]
 
     def draft_of(self, place: int, request_id: str, decided: Sequence[int], tenant: str | None = None) -> DraftView:
         """Read the draft of the request at index ``place`` from the device, with its ``decided`` tokens."""

@@ -29,19 +29,16 @@ class Drafts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GivenDrafts:
-    """Trees that were drafted before the step."""
+    """Trees that were drafted before the step; their drafter observes after it."""
 
     tree: DraftTree
-    drafter: Drafts | None = None  # observes the verdict in the step; None: after it
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the given trees."""
         return self.tree
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Pass the verdict to the drafter."""
-        if self.drafter is not None:
-            self.drafter.observe(batch, verdict, features)
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,5 +53,5 @@ def test_steps_of_a_drafter_are_recorded_once() -> None:
                 llm.workbench.use_drafts(speculative_algorithm=algorithm, **flags)
                 llm.generate("def f(", greedy)
                 counts.append(len(replay.tapes))
-        assert counts[:2] == [1, 2]
+        assert counts[:2] == [2, 4]  # draft and forward, and the decision
         assert counts[-3:] == [counts[-4]] * 3

@@ -52,8 +52,9 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(
     budget: int = PLENTY, max_nodes: int = 4, shape: CacheShape = SHAPE, weight_bytes: int = 0, **flags: Any
 ) -> MemoryPlan:
-    """A plan without room for distributions and for tokens that a draft head missed, unless flags say otherwise."""
-    config = EngineConfig(**({"speculative_accept": "target", "speculative_adaptive": "off"} | flags))
+    """A plan without room for distributions, tokens that a draft head missed, captured steps, unless flags say so."""
+    made = {"speculative_accept": "target", "speculative_adaptive": "off", "disable_cuda_graph": True}
+    config = EngineConfig(**(made | flags))
     return plan_memory(config, shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
 
 
@@ -455,6 +456,17 @@ class TestStartUpLines:
             "running requests            16  at once; KV for 32 of the full 100 tokens",
             "one more draft token  16.8 MiB  1.0 MiB per running request (snapshots would take 18.6 MiB)",
         ]
+
+    def test_captured_steps(self) -> None:
+        """They are in the total, and in what one more draft token takes."""
+        plain, captured = (plan(1 << 34, 16, max_running_requests=8, disable_cuda_graph=off) for off in (True, False))
+        held = next(line for line in captured.describe_lines() if line.startswith("captured steps"))
+        assert re.split("  +", held)[1:] == [
+            "50.0 KiB", "logits between forward and decision, of up to 8 requests"
+        ]  # fmt: skip
+        assert captured.total_bytes - plain.total_bytes == captured.graph_bytes == 4 * VOCAB * 16 * 8
+        assert captured.draft_token_bytes_per_request - plain.draft_token_bytes_per_request == 4 * VOCAB
+        assert not any(line.startswith("captured steps") for line in plain.describe_lines())
 
     def test_snapshots(self) -> None:
         speculation, draft_token = (self.lines(speculative_state="snapshots")[i] for i in (3, 7))

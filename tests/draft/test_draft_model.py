@@ -596,6 +596,7 @@ DRAFT = CacheShape(
 class TestMemory:
     def test_bytes_of_a_draft_model(self) -> None:
         flags: dict[str, Any] = {"max_running_requests": 3, "max_total_tokens": 200, "speculative_accept": "target"}
+        flags["disable_cuda_graph"] = True
         shape, config = SHAPE.with_draft_model(DRAFT), EngineConfig(**flags)
         with_draft, without = (plan_memory(config, s, 100, 50, 4, 4, 1 << 30) for s in (shape, SHAPE))
         states = DraftStates(DRAFT, 3, 4, CPU)

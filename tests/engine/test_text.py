@@ -32,6 +32,9 @@ class FakeDetokenizer:
         self._waits = piece.endswith(LATE)
         return text
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        return "".join([self.push(token) for token in tokens])
+
     def flush(self) -> str:
         text = "?" if self._waits else ""
         self._waits = False

@@ -66,7 +66,13 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = T
     detokenizer = Detokenizer(tokenizer, skip_special_tokens)
     if by_window:
         without_bytes(detokenizer)
-    return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+    text = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+    at_once = Detokenizer(tokenizer, skip_special_tokens)
+    if by_window:
+        without_bytes(at_once)
+    half = len(ids) // 2
+    assert at_once.push_all(ids[:half]) + at_once.push_all(ids[half:]) + at_once.flush() == text
+    return text
 
 
 def single_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.cuda_graphs import Columns, EagerReplay, GraphReplay, StepWatch, bucket_for, bucket_sizes
+from specmamba.cuda_graphs import Columns, EagerReplay, GraphReplay, NextPart, StepWatch, bucket_for, bucket_sizes
 
 CPU = torch.device("cpu")
 
@@ -126,6 +126,35 @@ def test_a_capture_without_memory_is_the_callers_error(monkeypatch: pytest.Monke
     replay: GraphReplay[int] = GraphReplay(torch.device("cuda"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         replay.run("key", lambda: 1, lambda: None, lambda: None)
+
+
+def test_second_parts_share_a_captured_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second part is captured on padding, behind a run of the first part on padding; then both are replayed."""
+    captured: list[Any] = []
+    x, seen = torch.zeros(2), []
+
+    class FakeGraph:
+        def __init__(self, function: Callable[[], Tensor]) -> None:
+            self.function, self.result = function, function()
+
+        def replay(self) -> None:
+            self.result.copy_(self.function())
+
+    def capture(self: GraphReplay[Tensor], key: Any, function: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
+        captured.append(key)
+        seen.append(x.tolist())
+        graph = FakeGraph(function)
+        return graph, graph.result
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(GraphReplay, "_capture", capture)
+    replay: GraphReplay[Tensor] = GraphReplay(torch.device("cuda"))
+    for number, added in ((1, 5), (2, 5), (3, 7), (4, 5), (5, 7)):
+        then = NextPart(added, partial(torch.add, torch.tensor(added)))
+        got = replay.run("first", lambda: x * 2, x.zero_, partial(x.fill_, number), then)
+        assert got.tolist() == [2 * number + added] * 2
+    assert captured == ["first", ("first", 5), ("first", 7)]
+    assert seen == [[0, 0]] * 3
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from specmamba.cuda_graphs import NativeReplay
+from specmamba.cuda_graphs import NativeReplay, NextPart, native_replay
 from specmamba.cuda_graphs.arena import Arena
 from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.kernels import linear, rowwise, sampling
@@ -247,6 +247,28 @@ def test_what_reads_the_host_cannot_be_recorded_and_runs_as_it_is(caplog: pytest
         assert got.tolist() == [2 * number if number > 0 else number] * 2
     assert not replay.tapes
     assert "operator by operator" in caplog.text
+    replay.close()
+
+
+def test_second_parts_follow_first_parts_that_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second part reads the memory of the first one's result, which is elsewhere when that was dropped meanwhile."""
+    monkeypatch.setattr(native_replay, "MAX_RECORDS", 3)
+    x, replay = torch.zeros(3), NativeReplay[Tensor](1)
+    for number in range(30):
+        factor, added = 2 + number % 2, number % 5
+        then = NextPart(added, lambda y, added=added: y + added)
+        got = replay.run(factor, lambda factor=factor: x * factor, x.zero_, partial(x.fill_, number), then)
+        assert got.tolist() == [factor * number + added] * 3
+    assert len(replay.tapes) == 3
+    monkeypatch.setattr(native_replay, "MAX_RECORDS", 12)
+    for number in range(40):
+        before = replay.num_unreplayed
+        factor, added = 2 + number % 2, number % 5
+        then = NextPart(added, lambda y, added=added: y + added)
+        got = replay.run(factor, lambda factor=factor: x * factor, x.zero_, partial(x.fill_, number), then)
+        assert got.tolist() == [factor * number + added] * 3
+    assert replay.num_unreplayed == before
+    assert len(replay.tapes) == 12  # two first parts, and five second ones of each
     replay.close()
 
 

@@ -45,6 +45,8 @@ class MemoryPlan:
     record_bytes_per_draft_token: int  # what one more draft token would add to one running request, for either choice
     snapshot_bytes_per_draft_token: int
     draft_bytes: int = 0  # states and records of a draft model
+    graph_bytes: int = 0  # logits between the two parts of captured steps
+    largest_captured_batch: int = 0  # requests of the largest captured step; 0: none is captured
     kv_cache_dtype: str = "auto"  # of stored keys and values; auto: the model's
 
     @property
@@ -65,7 +67,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         pools = self.kv_bytes + self.state_bytes + self.spec_bytes + self.draft_bytes + self.table_bytes
-        return self.weight_bytes + pools
+        return self.weight_bytes + pools + self.graph_bytes
 
     @property
     def spec_bytes_per_request(self) -> int:
@@ -92,6 +94,7 @@ class MemoryPlan:
                 ("weights", readable(self.weight_bytes), ""),
                 *self._pool_rows(),
                 *self._draft_rows(),
+                *self._graph_rows(),
                 ("request tables", readable(self.table_bytes), f"{self.num_rows} rows, and the lists of pages"),
                 ("total", readable(self.total_bytes), total),
                 *self._request_rows(),
@@ -122,6 +125,12 @@ class MemoryPlan:
         if not self.draft_bytes:
             return []
         return [("draft model", readable(self.draft_bytes), f"its states and records for {self.num_rows} rows")]
+
+    def _graph_rows(self) -> list[TableRow]:
+        if not self.graph_bytes:
+            return []
+        held = f"logits between forward and decision, of up to {self.largest_captured_batch} requests"
+        return [("captured steps", readable(self.graph_bytes), held)]
 
     def _request_rows(self) -> list[TableRow]:
         records, snapshots = self.record_bytes_per_draft_token, self.snapshot_bytes_per_draft_token
@@ -204,6 +213,8 @@ def plan_memory(
         record_bytes_per_draft_token=demand.draft_token_bytes(shape.record_bytes),
         snapshot_bytes_per_draft_token=demand.draft_token_bytes(shape.snapshot_bytes),
         draft_bytes=demand.draft_bytes,
+        graph_bytes=demand.graph_bytes,
+        largest_captured_batch=config.largest_captured_batch,
         kv_cache_dtype=config.kv_cache_dtype,
     )
 

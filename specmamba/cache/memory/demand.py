@@ -12,6 +12,7 @@ from specmamba.config import EngineConfig
 
 # Acceptance by rejection holds this many distributions over the vocabulary for every node of a step.
 DISTRIBUTIONS_PER_NODE = 6
+LOGIT_BYTES = 4
 COUNT_BYTES = 5  # per token of the vocabulary: its count in the output, and whether the prompt has it (for penalties)
 SLOT_BYTES = 8  # int64: the KV slot of a position, the slot of a cached token, a token of a drafter
 HISTORY_BYTES = 4  # int32: a token of the text that an n-gram drafter searches
@@ -124,6 +125,11 @@ class Demand:
         rows = self.config.max_running_requests + 1
         return rows * self._draft_model_bytes(self.max_nodes) + draft.state_bytes_per_slot
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of the logits that captured steps hand from the forward to the decision: float32 at the most."""
+        return self.config.largest_captured_batch * self._logit_bytes(self.max_nodes)
+
     def table_bytes(self, num_pages: int) -> int:
         """Bytes of all tables and buffers per row, and of the bookkeeping of pages and cached tokens."""
         config, rows = self.config, self.config.max_running_requests
@@ -142,12 +148,14 @@ class Demand:
         Args:
             spec_bytes: maps a number of nodes to the bytes of the speculation state of one running request.
         """
-        parts = spec_bytes, self._drafter_bytes, self._draft_model_bytes, self._distribution_bytes
+        parts = [spec_bytes, self._drafter_bytes, self._draft_model_bytes, self._distribution_bytes]
+        if self.config.largest_captured_batch:
+            parts.append(self._logit_bytes)
         return sum(part(self.max_nodes + 1) - part(self.max_nodes) for part in parts)
 
     def total_bytes(self, num_pages: int, num_state_slots: int) -> int:
         pools = self.kv_bytes(num_pages) + self.state_bytes(num_state_slots) + self.spec_bytes + self.draft_bytes
-        return self.weight_bytes + pools + self.table_bytes(num_pages)
+        return self.weight_bytes + pools + self.graph_bytes + self.table_bytes(num_pages)
 
     def with_changes(self, **changes: object) -> Demand:
         """Copy with other settings, which are not validated."""
@@ -165,6 +173,10 @@ class Demand:
         """Bytes of a draft model for one running request: its state, the records to roll it back, pending tokens."""
         draft = self.shape.draft_model
         return 0 if draft is None else draft.state_bytes_per_slot + draft.record_bytes(max_nodes) + 2 * SLOT_BYTES
+
+    def _logit_bytes(self, max_nodes: int) -> int:
+        """Bytes of the logits of one request in a captured step."""
+        return LOGIT_BYTES * self.vocab_size * max_nodes
 
     def _distribution_bytes(self, max_nodes: int) -> int:
         """Bytes of the distributions in a step of one request."""
@@ -196,6 +208,8 @@ def explain_shortage(demand: Demand, budget_bytes: int) -> str:
         f"{mib(demand.spec_bytes)} for the speculation of {config.max_running_requests} requests",
         f"{mib(demand.table_bytes(pages))} for their tables",
     ]
+    if demand.graph_bytes:
+        parts.append(f"{mib(demand.graph_bytes)} for captured steps")
     if demand.draft_bytes:
         parts.insert(3, f"{mib(demand.draft_bytes)} for the draft model's states")
     if demand.weight_bytes:

@@ -191,6 +191,11 @@ class Tokenizer:
             return self._encode(rendered.text, "messages", add_special_tokens=False)
         return special.real_ids(self._encode(special.signed(rendered), "messages", False, special.backend))
 
+    def shown_bytes(self, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
+        """The bytes of the tokens that ``decode`` does not leave out, of a byte-level vocabulary."""
+        hidden, of = self._special_ids if skip_special_tokens else (), self._bytes.of
+        return b"".join([of(token_id) or b"" for token_id in token_ids if token_id not in hidden])
+
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether ``decode`` leaves this token out."""
         if token_id in self._special_ids:
@@ -260,6 +265,12 @@ class Detokenizer:
             self._window = self._window[-self.CONTEXT :]
             self._num_final = len(self._final_text())
         return new
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Add tokens in order; gives what ``push`` gives for them, joined."""
+        if self._utf8 is None:
+            return "".join([self.push(token_id) for token_id in token_ids])
+        return self._utf8.decode(self._tokenizer.shown_bytes(token_ids, self._skip_special_tokens))
 
     def flush(self) -> str:
         """The text that is still held back, after the last token."""

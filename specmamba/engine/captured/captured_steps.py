@@ -10,13 +10,11 @@ import torch
 from specmamba.cache.memory import MemoryPlan
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_sizes
-from specmamba.engine.graph_runner import StepCall, StepGraphRunner
+from specmamba.engine.captured.graph_runner import StepCall, StepGraphRunner
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import readable
 from specmamba.kernels import gpu
 from specmamba.verify.pools import Pools
-
-DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
 
 
 def build_graph_runner(
@@ -34,7 +32,7 @@ def build_graph_runner(
     replay = _replay(device, config.cuda_graph_max_bs is not None, num_threads)
     if replay is None:
         return None
-    largest = min(config.cuda_graph_max_bs or DEFAULT_LARGEST, plan.num_running_requests)
+    largest = min(config.largest_captured_batch, plan.num_running_requests)
     return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,25 +14,26 @@ from torch import Tensor
 from specmamba.cache.memory import MemoryPlan
 from specmamba.cache.shapes import pending_token_capacity
 from specmamba.core import Batch, DraftTree, Verdict
-from specmamba.cuda_graphs import GraphReplay, Replay, bucket_for
+from specmamba.cuda_graphs import GraphReplay, NextPart, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
+from specmamba.engine.captured.step_inputs import StepInputs
+from specmamba.engine.captured.step_kind import (
+    Sampling,
+    StepKind,
+    before_decision,
+    kind_of_chosen,
+    with_own_pending_tokens,
+)
 from specmamba.engine.request import Request
-from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
 from specmamba.kernels import gpu
-from specmamba.kernels.draft_sizing import Chosen, Ints
-from specmamba.sampling_params import SamplingBatch
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.verify.pools import Pools
 from specmamba.verify.result import StepOutput
-from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts, Scored, Verifier
-
-WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # nodes of the largest chosen tree, padded, on a GPU
-PROBED_NODES = 2  # of a request, the root included
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ class StepCall:
     drafter: Drafter
     verifier: Verifier  # of the engine
     pending_tokens: HostPendingTokens | None = None  # as the drafter prepared them
-    is_sized: bool = False  # one of many kinds of steps for different sizes of drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,45 +106,18 @@ class StepGraphRunner:
 
     def run(self, call: StepCall) -> StepOutput:
         """Replay a step with a capturable drafter, which drafts and observes in it."""
-        return self._replay(call, self._kind(call), call.drafter, lambda: call.drafter)
+        return self._replay(call, self._kind(call), call.drafter, call.drafter)
 
     def run_given(self, call: StepCall, tree: DraftTree) -> StepOutput:
-        """Replay a step on trees that were drafted before it, without distributions."""
-        kind = self._kind_of_given(call, tree)
-        return self._replay(
-            call, kind, None, lambda: GivenDrafts(self.inputs.tree(kind)), lambda: self.inputs.trees.write(tree)
-        )
-
-    def run_scored(
-        self, call: StepCall, tree: DraftTree, sampling: SamplingBatch, num_logprobs: int | None
-    ) -> StepOutput:
-        """Replay the target's forward on trees that were drafted before it, and decide operator by operator.
-
-        One request with a grammar, a bias or log probabilities does not keep the forward of its batch from being
-        replayed.
-
-        Args:
-            call: the step.
-            tree: may have masks and the distributions of its drafts.
-            sampling: of the bucket's rows.
-            num_logprobs: as for ``Batch``.
-        """
-        kind = self._kind_of_given(call, tree)
-        scoring = kind._replace(sampling=Sampling(), is_forced=False)
-
-        def score(batch: Batch, slots: VerifySlots) -> Scored:
-            return call.verifier.score(batch, GivenDrafts(self.inputs.tree(scoring)), slots)
-
-        key = "score", scoring
-        scored: Scored = self._run(call, kind, key, self._part(scoring, score), lambda: self.inputs.trees.write(tree))
-        batch = replace(self.inputs.batch(kind), sampling=sampling, num_logprobs=num_logprobs)
-        tree = _padded(tree, scored.tree)
-        return call.verifier.decide(batch, replace(scored, tree=tree)).first(len(call.requests))
+        """Replay a step on trees that were drafted before it, and that may have masks; they are observed after it."""
+        kind, trees = self._kind_of_given(call, tree), self.inputs.trees
+        trees.write_distributions(tree, kind.num_distributions)
+        return self._replay(call, kind, None, None, lambda: trees.write(tree, kind.num_distributions))
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
-        kind = _with_own_pending_tokens(self._kind(call)._replace(num_nodes=num_nodes), call)
-        return self._replay(call, kind, drafts, lambda: drafts)
+        kind = with_own_pending_tokens(self._kind(call)._replace(num_nodes=num_nodes), call.pending_tokens)
+        return self._replay(call, kind, drafts, drafts)
 
     def run_sized(self, call: StepCall, sizer: DraftSizer, size: DraftSize) -> StepOutput:
         """Replay a step that drafts for all requests, chooses trees by ``sizer``, verifies them, and learns from them.
@@ -154,35 +127,34 @@ class StepGraphRunner:
         kind, drafter, depth = self._kind(call), call.drafter, size.depth
         bucket = kind.batch_size
         if size.is_chain:
-            kind = _with_own_pending_tokens(kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth), call)
+            chain = kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth)
+            kind = with_own_pending_tokens(chain, call.pending_tokens)
         else:
             num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
             packed = bucket * num_nodes
             kind = kind._replace(num_nodes=num_nodes, num_packed=packed, max_children=num_nodes - 1, depth=depth)
-        key = kind, call.verifier.policy, drafter, sizer
+        key = before_decision(kind, is_drafted=True), drafter, sizer
 
         def read(candidates: Candidates) -> DraftTree:
             if size.is_chain:
                 return first_chains(candidates, self.inputs.batch(kind), depth)
-            return self.inputs.trees.read_chosen(kind, self.inputs.roots.read("root_token", bucket), candidates)
+            return self.inputs.trees.read_chosen(kind, self.inputs.rows.read("root_token", bucket), candidates)
 
         drafts = DraftsInStep(drafter, sizer, depth, key, read)
-        return self._replay(call, kind, (drafter, sizer), lambda: drafts, lambda: sizer.prepare(key, bucket))
+        return self._replay(call, kind, (drafter, sizer), drafts, lambda: sizer.prepare(key, bucket))
 
     def draft(self, call: StepCall, drafts: Drafts) -> DraftTree:
-        """Replay the draft of a capturable drafter; valid until the next replay, distributions longer.
+        """Replay the draft of a capturable drafter; valid until the next replay.
 
         Args:
             call: the step.
             drafts: of its drafter, made for this kind of step, and equal to others that draft the same.
         """
-        kind = self._kind(call)
-        if not kind.sampling.has_rejection:  # tokens are not drawn
-            kind = kind._replace(sampling=Sampling(), is_forced=False)
+        kind = before_decision(self._kind(call), is_drafted=True)
         key = "draft", kind, drafts
         found = self._run_draft(call, self.inputs, kind, key, lambda: drafts.propose(self.inputs.batch(kind)))
         tree: DraftTree = found.first(len(call.requests))
-        return tree if tree.draft_probs is None else replace(tree, draft_probs=tree.draft_probs.clone())
+        return tree
 
     def offer(self, call: StepCall, drafted: Sequence[Request], size: DraftSize) -> Candidates:
         """Replay a draft of a capturable drafter; its numbers are valid until the next replay.
@@ -198,7 +170,7 @@ class StepGraphRunner:
         if size.drafted is not None and own is not None:
             inputs, own = self._draft_inputs, own.of(np.flatnonzero(size.drafted).tolist())
         call = replace(call, requests=drafted, pending_tokens=own)
-        kind = self._kind(call, inputs)._replace(num_nodes=size.depth)
+        kind = before_decision(self._kind(call, inputs), is_drafted=True)._replace(num_nodes=size.depth)
 
         def draft() -> Candidates:
             found = drafter.offer(inputs.batch(kind), kind.num_nodes)
@@ -225,15 +197,11 @@ class StepGraphRunner:
             kind = kind._replace(num_distributions=drafter.num_distributions)
             nodes = self.inputs.trees.arrays.candidates[: len(call.requests), : chosen.width]
             entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
-        observer = drafter if drafter.is_capturable else None
-        kind = self._chosen_kind(kind, chosen)
-        return self._replay(
-            call,
-            kind,
-            observer,
-            lambda: GivenDrafts(self.inputs.tree(kind), observer),
-            lambda: self.inputs.trees.write_chosen(kind, entries),
+        kind = kind_of_chosen(
+            kind, chosen, self._max_nodes, None if self.calls_host else self.totals(kind.batch_size).step
         )
+        observer = drafter if drafter.is_capturable else None
+        return self._replay(call, kind, observer, None, lambda: self.inputs.trees.write_chosen(kind, entries), observer)
 
     def capture(self, call: StepCall) -> None:
         """Capture the most frequent steps, on padding rows only: every bucket, greedy and with a temperature."""
@@ -246,29 +214,13 @@ class StepGraphRunner:
                     most = drafter.max_nodes if drafter.has_pending_tokens else 0
                     kind = StepKind(bucket, num_nodes, Sampling(is_drawn), self._max_root_position, is_deferred)
                     kind = kind._replace(max_pending_tokens=most)
-                    step = self._step(call, kind, lambda: drafter)
-                    self.replay.run((kind, call.verifier.policy, drafter), step, self.inputs.clear, self.inputs.clear)
+                    self._run_parts(call, kind, drafter, drafter, drafter, self.inputs.clear)
 
     def _keep_probs(self, drafter: Drafter, num_rows: int, draft_probs: Tensor) -> None:
         """Copy distributions to where captured steps read them."""
         size, count, vocab_size = draft_probs.shape
         kept = self.inputs.trees.draft_probs(num_rows, drafter.num_distributions, vocab_size)
         kept[:size, :count] = draft_probs
-
-    def _chosen_kind(self, kind: StepKind, chosen: Chosen) -> StepKind:
-        """The kind of step that takes these trees. Where padding costs no products, there are two."""
-        size, most = kind.batch_size, self._max_nodes
-        kind = kind._replace(max_children=most - 1)
-        if self.calls_host:
-            width = min(PROBED_NODES, most) if chosen.width <= PROBED_NODES else most
-            return kind._replace(num_nodes=width, num_packed=size * width)
-        if size == 1:
-            return kind._replace(num_nodes=chosen.width)
-        width = min(next(n for n in WIDTHS if n >= chosen.width), most)
-        if chosen.num_nodes == size * width:
-            return kind._replace(num_nodes=width)
-        step = self.totals(size).step
-        return kind._replace(num_nodes=width, num_packed=min(-(-chosen.num_nodes // step) * step, size * width))
 
     def _run_draft(
         self, call: StepCall, inputs: StepInputs, kind: StepKind, key: Hashable, function: Callable[[], Any]
@@ -283,58 +235,78 @@ class StepGraphRunner:
         call: StepCall,
         kind: StepKind,
         name: Hashable,
-        drafts: Callable[[], Drafts],
+        drafts: Drafts | None,
         write_tree: Callable[[], None] | None = None,
+        observer: Drafts | None = None,
     ) -> StepOutput:
-        """Run a whole step; ``name`` tells apart what kinds do not: None where no drafter runs."""
-        key, step = (kind, call.verifier.policy, name), self._step(call, kind, drafts)
-        output: StepOutput = self._run(call, kind, key, step, write_tree)
-        return output.first(len(call.requests))
+        """Write the inputs of a step, and run it.
 
-    def _run(
-        self,
-        call: StepCall,
-        kind: StepKind,
-        key: Hashable,
-        function: Callable[[], Any],
-        write_tree: Callable[[], None] | None,
-    ) -> Any:
-        """Write the inputs of a step and run a function on them."""
+        Args:
+            call: the step.
+            kind: of step.
+            name: tells apart what kinds do not: None where no drafter runs.
+            drafts: drafts and observes in the step; None: trees have been drafted before it.
+            write_tree: writes these trees, or what the choice of trees needs.
+            observer: observes in a step on given trees; None: nothing does.
+        """
         requests = call.requests
         self._pools.table.upload()
         rows = [request.held_row for request in requests]
         slots = self._pools.state_buffers.place(rows, kind.num_nodes, is_captured=True)
 
         def fill() -> None:
-            self.inputs.write(requests, call.pending_tokens, kind)
-            self.inputs.write_slots(slots)
+            self.inputs.write(requests, call.pending_tokens, kind, slots)
             if write_tree is not None:
                 write_tree()
 
-        return self.replay.run(key, function, self.inputs.clear, fill)
+        return self._run_parts(call, kind, name, drafts, drafts or observer, fill).first(len(requests))
 
-    def _step(self, call: StepCall, kind: StepKind, drafts: Callable[[], Drafts]) -> Callable[[], StepOutput]:
-        """Return the function that runs a step of this kind on the input buffers."""
-        return self._part(kind, lambda batch, slots: call.verifier.step(batch, drafts(), slots))
+    def _run_parts(
+        self,
+        call: StepCall,
+        kind: StepKind,
+        name: Hashable,
+        drafts: Drafts | None,
+        observer: Drafts | None,
+        fill: Callable[[], None],
+    ) -> StepOutput:
+        """Run draft and forward, which all decisions share, then the decision of this kind; arguments as above."""
+        verifier, before = call.verifier, before_decision(kind, is_drafted=drafts is not None)
 
-    def _part(self, kind: StepKind, run: Callable[[Batch, VerifySlots], T]) -> Callable[[], T]:
-        """Return the function that calls ``run`` with the input buffers of a step of this kind."""
-
-        def part() -> T:
+        def score() -> Scored:
             buffers = self._pools.state_buffers
             folds = buffers.folds_in_verify or buffers.folds_in_plan
-            slots = self.inputs.slots(kind, buffers.node_offset(kind.num_nodes), folds, self._device)
-            return run(self.inputs.batch(kind), slots)
+            slots = self.inputs.slots(before, buffers.node_offset(kind.num_nodes), folds, self._device)
+            given = drafts or GivenDrafts(self.inputs.tree(before))
+            scored = verifier.score(self.inputs.batch(before), given, slots)
+            return replace(scored, logits=self.inputs.keep_logits(scored.logits))
 
-        return part
+        def decide(scored: Scored) -> StepOutput:
+            batch, tree = self.inputs.batch(kind), self.inputs.trees.complete(kind, scored.tree)
+            output = verifier.decide(batch, replace(scored, tree=tree))
+            if observer is not None:
+                observer.observe(batch, output.verdict, output.features)
+            return output
+
+        first: tuple[str, Hashable] = "drafted", name
+        if drafts is None:  # the target's features are those that a head reads
+            first = "given", call.drafter if call.drafter.is_capturable else None
+        then = NextPart((kind, verifier.policy, name), decide)
+        output: StepOutput = self.replay.run((before, first), score, self.inputs.clear, fill, then)
+        return output
 
     def _kind_of_given(self, call: StepCall, tree: DraftTree) -> StepKind:
         """The kind of a step on trees that were drafted before it."""
         kind, shape = self._kind(call), tree.shape
         # drafts of varying size: powers of two, so that not every size is a kind of its own
         num_nodes = min(gpu.next_power_of_2(shape.num_nodes), max(kind.num_nodes, shape.num_nodes))
-        is_chain = shape.is_chain and shape.num_nodes == num_nodes
-        return kind._replace(num_nodes=num_nodes, is_chain=is_chain, max_children=shape.max_children)
+        return kind._replace(
+            num_nodes=num_nodes,
+            is_chain=shape.is_chain and shape.num_nodes == num_nodes,
+            max_children=shape.max_children,
+            num_distributions=0 if tree.draft_probs is None else num_nodes,
+            is_masked=tree.allowed_tokens is not None,
+        )
 
     def _kind(self, call: StepCall, inputs: StepInputs | None = None) -> StepKind:
         requests, drafter, pending_tokens = call.requests, call.drafter, call.pending_tokens
@@ -348,42 +320,19 @@ class StepGraphRunner:
             most = drafter.max_nodes
             if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
                 most = pending_token_capacity(most)
-        sampling = (inputs or self.inputs).write_settings(requests)
-        # greedy rows take steps that sample, so that there are half as many kinds
-        if call.is_sized and not sampling.is_drawn:
-            sampling = sampling._replace(is_drawn=True)
+        needs = (inputs or self.inputs).write_settings(requests)
         return StepKind(
             batch_size=size,
             num_nodes=drafter.num_nodes(size),
-            sampling=sampling,
+            sampling=needs.sampling,
+            num_biases=needs.num_biases,
+            num_logprobs=needs.num_logprobs,
             max_root_position=last,
             is_deferred=pending_tokens is not None and pending_tokens.is_deferred,
             is_forced=any(request.forced_output_ids for request in requests),
             max_pending_tokens=most,
             keeps_tokens=pending_tokens is not None and pending_tokens.kept is not None,
         )
-
-
-def _padded(tree: DraftTree, to: DraftTree) -> DraftTree:
-    """``to``, which has the rows and nodes of ``tree`` and padding, with the masks and distributions of ``tree``."""
-    (size, count), (most, width) = tree.tokens.shape, to.tokens.shape
-    probs = allowed = None
-    if tree.draft_probs is not None:
-        probs = tree.draft_probs.new_zeros(most, width, tree.draft_probs.shape[2])
-        probs[:size, :count] = tree.draft_probs
-    if tree.allowed_tokens is not None:
-        words = tree.allowed_tokens.shape[2]
-        allowed = tree.allowed_tokens.new_full((most, width, words), -1)
-        allowed[:size, :count] = tree.allowed_tokens
-    return replace(to, draft_probs=probs, allowed_tokens=allowed)
-
-
-def _with_own_pending_tokens(kind: StepKind, call: StepCall) -> StepKind:
-    """A kind with room for as many pending tokens as its steps decide, where no row has more of them."""
-    pending = call.pending_tokens
-    if pending is None or max(pending.counts) > kind.num_nodes:
-        return kind
-    return kind._replace(max_pending_tokens=kind.num_nodes)
 
 
 def _chosen_entries(entries: Tensor, nodes: Ints, size: DraftSize, num_distributions: int) -> Ints:

@@ -1,0 +1,1 @@
+"""Captured steps: their kinds, their inputs, and their replay."""
