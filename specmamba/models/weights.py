@@ -83,7 +83,7 @@ class Weights:
     def take_router(self, name: str, num_experts: int) -> Tensor:
         """Load a router's weight [E, H] in the type it is stored in: rounding sends near ties to other experts."""
         stored = DTYPES.get(self.reader.stored(name).dtype, self.options.dtype)  # ``take`` refuses other types
-        dtype = moe.router_dtype(self.options.layout_device, stored)
+        dtype = moe.router_dtype(self.options.layout_device, stored, self.options.dtype)
         return self.take(name, num_experts, self.config.hidden_size, dtype=dtype)
 
     def keep_instead(self, kept: Tensor, *taken: Matrix) -> Tensor:
