@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from specmamba.kernels import gpu
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Condition = Callable[..., bool]
@@ -61,7 +63,12 @@ class Operator:
     def choose(self, *args: Any, **kwargs: Any) -> Form:
         """The form that a call with these arguments takes."""
         given = self.bind(*args, **kwargs)
-        return next((form for form, takes in self.conditions.items() if takes(*given)), "torch")
+        taking = (form for form, takes in self.conditions.items() if takes(*given) and self.is_on(form))
+        return next(taking, "torch")
+
+    def is_on(self, form: Form) -> bool:
+        """Whether no switch turns a form off for this operator. Only Triton's has one for each operator."""
+        return form != "triton" or gpu.is_chosen(self.package.rpartition(".")[2])
 
     @cached_property
     def _signature(self) -> inspect.Signature:
@@ -98,7 +105,10 @@ def operator(
         _OPERATORS[made.name] = made
         if not conditions:
             return function
-        tried = tuple((takes, cache(partial(made.load, form))) for form, takes in conditions.items())
+        tried = tuple(
+            (takes, cache(partial(made.is_on, form)), cache(partial(made.load, form)))
+            for form, takes in conditions.items()
+        )
         parameters = inspect.signature(function).parameters.values()
         num_parameters, defaults = len(parameters), tuple(x.default for x in parameters if x.default is not x.empty)
         num_required = num_parameters - len(defaults)
@@ -109,8 +119,8 @@ def operator(
                 args = made.bind(*args, **kwargs)
             elif len(args) < num_parameters:
                 args += defaults[len(args) - num_required :]
-            for takes, load in tried:
-                if takes(*args):
+            for takes, is_on, load in tried:
+                if takes(*args) and is_on():
                     return load()(*args)
             return made.function(*args)
 

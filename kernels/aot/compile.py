@@ -99,7 +99,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
         )
     if target.backend == "cuda":
         needed = read_ptxas_log(ptxas_log.getvalue(), compiled.metadata.shared)
-        return replace(needed, instructions=_instructions(variant, compiled.asm["cubin"]))
+        return replace(needed, instructions=_instructions(variant, compiled.asm["cubin"]) if target.is_counted else 0)
     return read_amdgcn(compiled.asm["amdgcn"], compiled.metadata.shared)
 
 

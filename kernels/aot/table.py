@@ -20,6 +20,7 @@ class Target:
     arch: int | str
     warp_size: int
     max_shared: int  # bytes of shared memory (AMD: LDS) that one block can be given
+    is_counted: bool = True  # NVIDIA: loops of the machine code have the line of their ``for``
 
 
 TARGETS = {
@@ -27,6 +28,7 @@ TARGETS = {
     for target in (
         Target("sm_80", "cuda", 80, 32, max_shared=163 * 1024),  # of the 164 KB, 1 KB is the driver's
         Target("sm_90", "cuda", 90, 32, max_shared=227 * 1024),
+        Target("sm_100", "cuda", 100, 32, max_shared=227 * 1024, is_counted=False),
         Target("gfx942", "hip", "gfx942", 64, max_shared=64 * 1024),
     )
 }
@@ -144,6 +146,24 @@ def read_table(file: Path) -> Table:
         return Table(content["target"], content["versions"], rows)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no table of variants: {error}") from None
+
+
+def read_allowed_spills(file: Path, versions: Mapping[str, str], target: str) -> dict[Key, int]:
+    """What variants may spill on a target where this Triton compiles them: {variant: bytes}; all others nothing.
+
+    The file has {minor version of Triton: {target: {operator: {variant: bytes}}}}.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    if not file.exists():
+        return {}
+    minor = ".".join(versions["triton"].split(".")[:2])
+    try:
+        operators = json.loads(file.read_text(encoding="utf8")).get(minor, {}).get(target, {})
+        return {(operator, variant): int(n) for operator, own in operators.items() for variant, n in own.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is no table of spills: {error}") from None
 
 
 def write_table(table: Table, file: Path) -> None:

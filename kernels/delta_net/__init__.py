@@ -13,7 +13,9 @@ __all__ = ["Inputs", "Weights", "can_extend", "can_fuse", "extend", "tree_verify
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
     """Whether ``tree_verify`` takes these operands: draft trees with records, in memory that native code reads."""
-    if not isinstance(state, RecordOperands) or gpu.can_launch(inputs.mixed, state.states):
+    if not isinstance(state, RecordOperands) or gpu.can_launch_any(
+        ("causal_conv1d", "gated_delta_rule"), inputs.mixed, state.states
+    ):
         return False  # Triton runs the layer operator by operator, and folds in the same launches
     return native_ops.can_take(inputs, weights, state.buffers)
 

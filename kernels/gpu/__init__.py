@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from specmamba.kernels.gpu.switch import FOLDING as FOLDING
+from specmamba.kernels.gpu.switch import MULTIPLYING_CODES as MULTIPLYING_CODES
+from specmamba.kernels.gpu.switch import SWITCH as SWITCH
+from specmamba.kernels.gpu.switch import choice as choice
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}  # in signatures
@@ -25,8 +30,9 @@ def can_launch(*tensors: Tensor | None) -> bool:
     They must be on one GPU, or on the CPU where the interpreter was asked for, and none may be float64, for which there
     are no kernels.
 
-    ``SPECMAMBA_TRITON=0`` turns Triton off, for comparison with PyTorch. ``SPECMAMBA_TRITON=interpret`` together with
-    ``TRITON_INTERPRET=1`` runs kernels on the CPU, line by line: for tests of whole steps, far too slow for more.
+    ``SPECMAMBA_TRITON`` turns Triton off, as a whole or for some operators (``switch.py``; the dispatcher asks for the
+    operator). ``SPECMAMBA_TRITON=interpret`` together with ``TRITON_INTERPRET=1`` runs kernels on the CPU, line by
+    line: for tests of whole steps, far too slow for more.
     """
     if _disabled:
         return False
@@ -45,9 +51,30 @@ def can_launch(*tensors: Tensor | None) -> bool:
     return first is not None
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton runs on tensors of a device."""
-    return _is_on() if device.type == "cuda" else is_interpreted() and device.type == "cpu"
+def can_launch_any(operators: Iterable[str], *tensors: Tensor | None) -> bool:
+    """Whether one of these operators runs in Triton on these tensors: then a layer is not one call of native code."""
+    return can_launch(*tensors) and any(map(is_chosen, operators))
+
+
+def runs_on(device: torch.device, *operators: str) -> bool:
+    """Whether Triton runs on tensors of a device, and each of these operators in it."""
+    is_there = _is_on() if device.type == "cuda" else is_interpreted() and device.type == "cpu"
+    return is_there and all(map(is_chosen, operators))
+
+
+def is_chosen(operator: str) -> bool:
+    """Whether ``SPECMAMBA_TRITON`` lets an operator (a folder of ``kernels``) run in Triton where that is possible."""
+    return operator in choice().operators
+
+
+def folds_in_verify(device: torch.device) -> bool:
+    """Whether the verifies of recurrent layers fold pending records themselves: all their kernels must."""
+    return runs_on(device, *FOLDING)
+
+
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether products of quantized matrices take codes as they are laid out for Triton."""
+    return runs_on(device, *MULTIPLYING_CODES)
 
 
 @contextmanager
@@ -63,7 +90,7 @@ def disabled() -> Iterator[None]:
 @cache
 def is_interpreted() -> bool:
     """Whether kernels on CPU tensors go through Triton's interpreter."""
-    return _setting() == "interpret" and os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return choice().is_interpreted and os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 
 
 @cache
@@ -93,11 +120,7 @@ def dense(x: Tensor) -> Tensor:
 
 @cache
 def _is_on() -> bool:
-    return _setting() != "0" and has_triton()
-
-
-def _setting() -> str:
-    return os.environ.get("SPECMAMBA_TRITON", "")
+    return bool(choice().operators) and has_triton()
 
 
 class Tile(Protocol):

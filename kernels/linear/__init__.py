@@ -157,12 +157,12 @@ def runs_scaled(device: torch.device, dtype: torch.dtype) -> bool:
 
 def keeps_rows(matrix: QuantizedMatrix, layout: torch.device) -> bool:
     """Whether the codes laid out for a device mean what those of the matrix do, but for 11 bits of scales."""
-    return is_kept(matrix, gpu.runs_on(layout))
+    return is_kept(matrix, gpu.multiplies_codes(layout))
 
 
 def shape_of_codes(matrix: QuantizedMatrix, layout: torch.device | None) -> torch_ops.ShapeOfCodes:
     """What stands for a matrix without values, as ``pack_codes`` would lay it out on a device; None: on a CPU."""
-    return torch_ops.ShapeOfCodes(packed_bytes(matrix, layout is not None and gpu.runs_on(layout)))
+    return torch_ops.ShapeOfCodes(packed_bytes(matrix, layout is not None and gpu.multiplies_codes(layout)))
 
 
 def round_to_form(weight: Tensor, form: WeightForm) -> QuantizedMatrix:
@@ -208,7 +208,7 @@ def join_rows(parts: Sequence[Matrix]) -> Matrix:
 
 def runs_codes(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products multiply by codes there, rather than by weights that are dequantized once."""
-    return native_ops.can_pack_codes(dtype, device) or (dtype in gpu.FLOAT_DTYPES and gpu.runs_on(device))
+    return native_ops.can_pack_codes(dtype, device) or (dtype in gpu.FLOAT_DTYPES and gpu.multiplies_codes(device))
 
 
 def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain") -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "topk_softmax_routing",
 ]
 
+MAX_CHOSEN = 32  # of the experts of a token that Triton looks for
 MAX_RANKED_PAIRS = 4096  # Triton compares each pair with all the others: beyond, PyTorch's sort does less
 
 
@@ -50,6 +51,11 @@ def can_dispatch(x: Tensor, experts: Tensor) -> bool:
 def can_combine(y: Tensor, groups: Groups, weights: Tensor) -> bool:
     """Whether Triton sums rows of y."""
     return y.dtype in gpu.FLOAT_DTYPES and gpu.can_launch(y, groups.places, weights)
+
+
+def can_route(logits: Tensor, k: int, *_: object) -> bool:
+    """Whether Triton chooses k experts: it looks for one after the other."""
+    return k <= MAX_CHOSEN and logits.dtype is torch.float32 and gpu.can_launch(logits)
 
 
 class PackedRouter(Protocol):
@@ -78,21 +84,23 @@ class PackedExperts(Protocol):
 
 @operator(native=lambda weight: weight.is_cpu and weight.numel() > 0 and native_ops.code() is not None)
 def pack_router(weight: Tensor) -> PackedRouter:
-    """Lay out a router's weight: in native panels on a CPU, in float32 elsewhere.
+    """Lay out a router's weight: in native panels on a CPU, in bfloat16 on a GPU if it is, in float32 elsewhere.
 
     Args:
-        weight: [E, H]; not kept in native panels.
+        weight: [E, H]; not kept in native panels. On a GPU one in bfloat16 takes x in bfloat16 alone.
 
     Returns:
         A product that takes x [T, H] to scores [T, E] float32.
     """
-    return torch_ops.PlainRouter(weight)
+    keeps_16_bits = weight.is_cuda and weight.dtype is torch.bfloat16
+    return torch_ops.HalfRouter(weight) if keeps_16_bits else torch_ops.PlainRouter(weight)
 
 
-def router_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype in which ``pack_router`` keeps a weight of dtype ``stored``: no bit of it is lost."""
+def router_dtype(device: torch.device, stored: torch.dtype, inputs: torch.dtype) -> torch.dtype:
+    """The dtype in which ``pack_router`` keeps a weight for x of dtype ``inputs``: no bit of it is lost."""
     is_native = device.type == "cpu" and native_ops.code() is not None
-    return torch.bfloat16 if stored is torch.bfloat16 and is_native else torch.float32
+    is_half = device.type == "cuda" and inputs is torch.bfloat16  # tensor cores sum exact products in float32
+    return torch.bfloat16 if stored is torch.bfloat16 and (is_native or is_half) else torch.float32
 
 
 @operator(
@@ -200,7 +208,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     return torch_ops.combine(y, groups, weights)
 
 
-@operator()
+@operator(triton=can_route)
 def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
     """Choose the k likeliest of all experts (arXiv 2101.03961, section 2.1, for k = 1).
 
@@ -215,7 +223,7 @@ def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
     return torch_ops.softmax_routing(logits, k, renormalise)
 
 
-@operator()
+@operator(triton=can_route)
 def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
     """Choose the k likeliest experts, weighted by the softmax over these alone (arXiv 2401.04088, section 2.1).
 

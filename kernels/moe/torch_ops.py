@@ -25,6 +25,18 @@ class PlainRouter:
         return F.linear(x.float(), self._weight)
 
 
+class HalfRouter:
+    """A router of bfloat16 on a GPU: products of 16 bits, which are exact in float32, summed there."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [E, H] bfloat16."""
+        self._weight = weight.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] bfloat16 -> [T, E] float32."""
+        return torch.mm(x, self._weight, out_dtype=torch.float32)
+
+
 class GroupedExperts:
     """The experts' matrices as they are, where PyTorch has one product for all of them."""
 

@@ -173,3 +173,36 @@ def combine(
         said = tl.load(y + place * y_stride + column, mask=column < N, other=0.0)
         sums += tl.load(weights + token * weights_stride + j) * said.to(tl.float32)
     tl.store(out + token * out_stride + column, sums.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def route(
+    scores,  # [T, E] float32
+    experts,  # [T, k] int64
+    weights,  # [T, k] float32
+    num_experts,
+    scores_stride,
+    NUM_CHOSEN: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The k likeliest experts of a token, the lower of equal ones first, and their shares; NaN ranks last."""
+    token, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    score = tl.load(scores + token * scores_stride + e, mask=e < num_experts, other=float("-inf"))
+    rank = tl.where(score == score, score, float("-inf"))
+    power = tl.exp(score - tl.max(rank, 0))
+    is_left = e < num_experts
+    chosen, powers = tl.zeros((BLOCK_K,), tl.int32), tl.zeros((BLOCK_K,), tl.float32)
+    for i in range(NUM_CHOSEN):
+        best = tl.max(tl.where(is_left, rank, float("-inf")), 0)
+        expert = tl.min(tl.where(is_left & (rank == best), e, BLOCK_E), 0)
+        is_left = is_left & (e != expert)
+        chosen = tl.where(j == i, expert, chosen)
+        powers = tl.where(j == i, tl.sum(tl.where(e == expert, power, 0.0), 0), powers)
+    total = tl.sum(power, 0)
+    if RENORMALISE:
+        total = tl.where(total == total, tl.sum(powers, 0), total)  # NaN of any expert is NaN for all
+    to = token * NUM_CHOSEN + j
+    tl.store(experts + to, chosen.to(tl.int64), mask=j < NUM_CHOSEN)
+    tl.store(weights + to, powers / total, mask=j < NUM_CHOSEN)

@@ -6,16 +6,17 @@ See README.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
+from specmamba.kernels.gpu import TYPE_NAMES, Variant, Work, launch, next_power_of_2
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.linear.triton_ops import Tile
 from specmamba.kernels.moe import torch_ops, triton_experts, triton_kernels
-from specmamba.kernels.moe.reference import Groups
+from specmamba.kernels.moe.reference import Groups, Routing
 from specmamba.kernels.moe.triton_experts import num_row_blocks, pack_codes, require_fit
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "pack",
     "pack_codes",
     "product_tile",
+    "softmax_routing",
     "takes_grouped_mm",
+    "topk_softmax_routing",
     "variants",
 ]
 
@@ -175,6 +178,42 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     return out
 
 
+def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
+    """One launch; of equal scores the lower experts."""
+    num_tokens, num_experts = logits.shape
+    experts = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        logits, tile = _with_whole_rows(logits), route_tile(num_experts)
+        arguments = logits, experts, weights, num_experts, logits.stride(0)
+        launch(triton_kernels.route, (num_tokens,), tile, route_constants(num_experts, k, renormalise), *arguments)
+    return Routing(experts, weights)
+
+
+def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
+    """The same launch: the softmax over the chosen is that over all, made to sum to 1."""
+    return softmax_routing(logits, k, renormalise=True)
+
+
+@dataclass(frozen=True)
+class RouteTile:
+    """One program has all experts of a token."""
+
+    num_warps: int
+    num_stages: int = 1  # no loop loads anything ahead
+
+
+def route_tile(num_experts: int) -> RouteTile:
+    """One warp, which needs no shared memory to find a maximum, of up to 16 experts a thread. Not measured."""
+    return RouteTile(1 if num_experts <= 512 else 4)
+
+
+def route_constants(num_experts: int, k: int, renormalise: bool) -> dict[str, Any]:
+    """Constants of the launch that chooses experts."""
+    blocks = {"BLOCK_E": next_power_of_2(num_experts), "BLOCK_K": next_power_of_2(k)}
+    return {"NUM_CHOSEN": k, "RENORMALISE": renormalise, **blocks}
+
+
 def _with_whole_rows(x: Tensor) -> Tensor:
     """x, copied if its rows are not contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
@@ -192,6 +231,8 @@ def variants() -> list[Variant]:
         *triton_experts.variants(),
         _dispatch(),
         _combine(),
+        _route(128, 8, False),
+        _route(512, 10, True),
     ]
 
 
@@ -213,6 +254,13 @@ def _combine() -> Variant:
     pointers = {"y": "bf16", "places": "i64", "weights": "fp32", "out": "bf16"}
     constants = {"NUM_CHOSEN": 8, "BLOCK_N": combine_block(16384, 2048)}
     return _variant("combine bf16 k=8", triton_kernels.combine, pointers, constants)
+
+
+def _route(num_experts: int, k: int, renormalise: bool) -> Variant:
+    types = {"scores": "*fp32", "experts": "*i64", "weights": "*fp32"}
+    constants, tile = route_constants(num_experts, k, renormalise), route_tile(num_experts)
+    made = Variant.of(f"route E={num_experts} k={k}", triton_kernels.route, types, constants, tile)
+    return replace(made, work=Work(programs=1, sizes={}))
 
 
 def _variant(

@@ -12,7 +12,7 @@ __all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_
 
 def takes_packed(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
     """Whether ``attend_layer`` takes packed projections [1, T, ...], and its output is packed: the native form does."""
-    if metadata.counts is None or gpu.can_launch(projected, kv.k_pool):
+    if metadata.counts is None or gpu.can_launch_any(("paged_attention",), projected, kv.k_pool):
         return False
     return native_ops.can_take(projected, kv, metadata)
 

@@ -14,6 +14,8 @@ from specmamba.kernels.sampling.reference import Filter, Strengths
 # Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
 
+MAX_CHOSEN = 16  # tokens of a row that Triton chooses, one after the other
+
 __all__ = [
     "ACCEPT_STREAM",
     "CHOICE_STREAM",
@@ -22,6 +24,7 @@ __all__ = [
     "add_bias",
     "allow_tokens",
     "argmax",
+    "checked_argmax",
     "draw_children",
     "finite",
     "has_finite_max",
@@ -100,7 +103,26 @@ def has_finite_max(logits: Tensor) -> Tensor:
     return torch_ops.has_finite_max(logits)
 
 
-@operator(native=lambda logits, _: native_ops.can_take(logits))
+@operator(triton=_can_launch, native=native_ops.can_take)
+def checked_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``argmax`` and ``has_finite_max``, which Triton finds in one pass.
+
+    Args:
+        logits: [..., V].
+
+    Returns:
+        [...] int64, and [...] bool.
+
+    Raises:
+        ValueError: V is 0 (native form).
+    """
+    return torch_ops.checked_argmax(logits)
+
+
+@operator(
+    triton=lambda logits, k: 0 < k <= min(MAX_CHOSEN, logits.shape[-1]) and gpu.can_launch(logits),
+    native=lambda logits, _: native_ops.can_take(logits),
+)
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens after every node, for drafts.
 
@@ -110,7 +132,7 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         Tokens [..., k] int64, the likeliest first, and their log probabilities [..., k] float32. Of equal logits the
-        lowest ids, in the native form; any of them in PyTorch's.
+        lowest ids, in the native form and in Triton's; any of them in PyTorch's.
 
     Raises:
         ValueError: k is not in 1..V (native form).

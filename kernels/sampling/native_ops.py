@@ -53,6 +53,11 @@ def has_finite_max(logits: Tensor) -> Tensor:
     return _of_rows(library.required(code()).sampling_has_finite_max, logits, torch.bool)
 
 
+def checked_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Two calls."""
+    return argmax(logits), has_finite_max(logits)
+
+
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """One call: a maximum, a sum and a choice of the k largest for each row."""
     logits, size = logits.contiguous(), logits.shape[-1]

@@ -74,6 +74,11 @@ def has_finite_max(logits: Tensor) -> Tensor:
     return ~spoilt.any(-1) & (logits > -torch.inf).any(-1)
 
 
+def checked_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Both of the above."""
+    return argmax(logits), has_finite_max(logits)
+
+
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:

@@ -50,6 +50,11 @@ def has_finite_max(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
+def checked_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Two reductions."""
+    return argmax(logits), has_finite_max(logits)
+
+
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:

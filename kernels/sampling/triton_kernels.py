@@ -60,6 +60,58 @@ def largest(x):
     return tl.where(has_nan, float("nan"), peak), tl.where(has_nan, is_nan, x == peak)
 
 
+@triton.jit
+def chunk_likeliest_kernel(
+    logits, values, tokens, masses, size, stride, num_chunks,
+    NUM_CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest logits of a chunk with their tokens, largest and lowest first, and its mass relative to the largest.
+
+    What is not finite counts as in ``finite``. In place of tokens that a chunk does not have stands ``size``.
+    """
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids, j = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    is_left = ids < size
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=is_left, other=0.0).to(tl.float32)
+    x = tl.where(x == float("inf"), 1e4, tl.where((x != x) | (x == float("-inf")), -1e4, x))
+    x = tl.where(is_left, x, float("-inf"))
+    mass = tl.sum(tl.exp(x - tl.max(x, 0)).to(tl.float64), 0)
+    best, chosen = tl.full([BLOCK_K], float("-inf"), tl.float32), tl.zeros([BLOCK_K], tl.int32) + size
+    for i in range(NUM_CHOSEN):
+        largest_left = tl.max(tl.where(is_left, x, float("-inf")), 0)
+        token = tl.min(tl.where(is_left & (x == largest_left), ids, size), 0)
+        is_left = is_left & (ids != token)
+        best, chosen = tl.where(j == i, largest_left, best), tl.where(j == i, token, chosen)
+    entry = row * num_chunks + chunk
+    tl.store(values + entry * BLOCK_K + j, best)
+    tl.store(tokens + entry * BLOCK_K + j, chosen)
+    tl.store(masses + entry, mass)
+
+
+@triton.jit
+def row_likeliest_kernel(
+    values, chunk_tokens, masses, tokens, logprobs, size, num_chunks,
+    NUM_CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The largest logits of a row's chunks as log probabilities, and their tokens."""
+    row, chunk, j = tl.program_id(0), tl.arange(0, CHUNKS), tl.arange(0, BLOCK_K)
+    inside, entry = chunk < num_chunks, row * num_chunks + chunk
+    place = entry[:, None] * BLOCK_K + j[None, :]
+    x = tl.load(values + place, mask=inside[:, None], other=float("-inf"))
+    ids = tl.load(chunk_tokens + place, mask=inside[:, None], other=size)
+    peaks = tl.max(x, 1)
+    top = tl.max(peaks, 0)
+    mass = tl.load(masses + entry, mask=inside, other=0.0)
+    total = tl.sum(mass * tl.exp(peaks - top).to(tl.float64), 0)
+    norm = top + tl.log(total.to(tl.float32))
+    for i in range(NUM_CHOSEN):
+        best = tl.max(tl.max(x, 1), 0)
+        token = tl.min(tl.min(tl.where(x == best, ids, size), 1), 0)
+        x = tl.where(ids == token, float("-inf"), x)
+        tl.store(tokens + row * NUM_CHOSEN + i, token.to(tl.int64))
+        tl.store(logprobs + row * NUM_CHOSEN + i, best - norm)
+
+
 @triton.jit(do_not_specialize=["nodes", "tokens_stride", "tree_stride", "row_stride"])
 def penalize_kernel(
     logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition, out, nodes, size, stride,
@@ -109,119 +161,6 @@ def keys_of(x, SHIFT: tl.constexpr):
     """Integers in the order of numbers, equal where the numbers are; of bfloat16 (SHIFT 16) of 16 bits."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
-
-
-@triton.jit(do_not_specialize=["nodes"])
-def row_cutoffs_kernel(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    levels,
-    cuts,
-    nodes,
-    size,
-    stride,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Bounds of what filters keep: peak and least weight in ``levels``, least key and its last token in ``cuts``.
-
-    A token is kept if its key is larger, or equal and the token not behind the last; and if its weight (1 at the peak)
-    is no less than the least.
-    """
-    row = tl.program_id(0)
-    request = row // nodes
-    logits += row.to(tl.int64) * stride
-    t, is_greedy = load_temperature(temperature, request)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, size, BLOCK):
-        best = tl.maximum(best, load_logits(logits, start + tl.arange(0, BLOCK), size))
-    peak = tl.max(best, 0)
-
-    cut = keys_of(tl.full([], float("-inf"), tl.float32), SHIFT).to(tl.int64)
-    end = keys_of(peak, SHIFT).to(tl.int64) + 1
-    last = tl.full([], 0, tl.int32) + size
-    if top_k is not None:
-        k = tl.load(top_k + request)
-        if (k > 0) & (k < size) & (is_greedy == 0):
-            cut, _, _ = find_cut(logits, size, cut, end, k.to(tl.float64), peak, t, False, SHIFT, BLOCK)
-    if top_p is not None:
-        p = tl.load(top_p + request)
-        if (p < 1) & (is_greedy == 0):
-            goal = p.to(tl.float64) * mass_from(logits, size, cut, peak, t, SHIFT, BLOCK)
-            cut, end, above = find_cut(logits, size, cut, end, goal, peak, t, True, SHIFT, BLOCK)
-            if end - cut == 1:
-                last = last_of_ties(logits, size, cut, goal - above, peak, t, SHIFT, BLOCK)
-    least = tl.full([], 0.0, tl.float32)
-    if min_p is not None:
-        least = tl.load(min_p + request)
-    tl.store(levels + 2 * row, peak)
-    tl.store(levels + 2 * row + 1, least)
-    tl.store(cuts + 2 * row, cut.to(tl.int32))
-    tl.store(cuts + 2 * row + 1, last)
-
-
-@triton.jit
-def find_cut(
-    logits, size, low, high, goal, peak, temperature, IS_MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Search for the largest key from which on there are ``goal`` tokens, or that mass; it is in [low, high).
-
-    Quarters the interval until it has one key, or one token. Returns the interval, and what there is from its end on.
-    """
-    above, inside = tl.full([], 0.0, tl.float64), tl.full([], 2, tl.int32)
-    while (high - low > 1) & (inside > 1):
-        first, second = low + tl.maximum((high - low) // 4, 1), low + tl.maximum((high - low) // 2, 1)
-        third = low + tl.maximum((high - low) * 3 // 4, 1)
-        from_first, from_second = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        from_third, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
-        for start in range(0, size, 2 * BLOCK):
-            for part in tl.static_range(2):  # two loads under way at a time
-                x = load_logits(logits, start + part * BLOCK + tl.arange(0, BLOCK), size)
-                key = keys_of(x, SHIFT)
-                share = tl.full([BLOCK], 1.0, tl.float32)
-                if IS_MASS:
-                    share = weigh(x, peak, temperature)
-                from_first += tl.where(key >= first.to(tl.int32), share, 0.0)
-                from_second += tl.where(key >= second.to(tl.int32), share, 0.0)
-                from_third += tl.where(key >= third.to(tl.int32), share, 0.0)
-                count += ((key >= low.to(tl.int32)) & (key < high.to(tl.int32))).to(tl.int32)
-        # a lane sums a few dozen numbers; the lanes are summed in float64
-        one, two = tl.sum(from_first.to(tl.float64), 0), tl.sum(from_second.to(tl.float64), 0)
-        three = tl.sum(from_third.to(tl.float64), 0)
-        inside = tl.sum(count, 0)
-        above = tl.where(three >= goal, above, tl.where(two >= goal, three, tl.where(one >= goal, two, one)))
-        high = tl.where(three >= goal, high, tl.where(two >= goal, third, tl.where(one >= goal, second, first)))
-        low = tl.where(three >= goal, third, tl.where(two >= goal, second, tl.where(one >= goal, first, low)))
-    return low, high, above
-
-
-@triton.jit
-def mass_from(logits, size, cut, peak, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The mass of all tokens from a key on, float64."""
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        x = load_logits(logits, start + tl.arange(0, BLOCK), size)
-        mass += tl.where(keys_of(x, SHIFT) >= cut.to(tl.int32), weigh(x, peak, temperature), 0.0)
-    return tl.sum(mass.to(tl.float64), 0)
-
-
-@triton.jit
-def last_of_ties(logits, size, cut, missing, peak, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The last token needed for a mass, of the tokens with the key ``cut``; at least the first of them."""
-    last, before = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = load_logits(logits, ids, size)
-        is_tie = (keys_of(x, SHIFT) == cut.to(tl.int32)) & (ids < size)
-        rank = before + tl.cumsum(is_tie.to(tl.int32), 0) - 1
-        mass_before = rank.to(tl.float64) * weigh(x, peak, temperature).to(tl.float64)
-        is_kept = is_tie & ((rank == 0) | (mass_before < missing))
-        last = tl.maximum(last, tl.max(tl.where(is_kept, ids, -1), 0))
-        before += tl.sum(is_tie.to(tl.int32), 0)
-    return last
 
 
 @triton.jit

@@ -16,7 +16,7 @@ __all__ = ["Inputs", "Weights", "advance", "can_extend", "can_fuse", "extend", "
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
     """Whether ``tree_verify`` takes these operands: draft trees with records, in memory that native code reads."""
-    if not isinstance(state, RecordOperands) or gpu.can_launch(inputs.mixed, state.states):
+    if not isinstance(state, RecordOperands) or gpu.can_launch_any(("short_conv",), inputs.mixed, state.states):
         return False  # Triton also moves the windows of rows that fold
     return native_ops.can_take(inputs, weights, state.buffers)
 

@@ -147,7 +147,9 @@ def _kernels(report: Facts) -> Iterator[Row]:
         yield "weights are read at", f"{native['gb_per_second']} GB/s (bf16, one row, {native['threads']} threads)"
     else:
         yield "native kernels", f"none: {native['reason']}"
-    yield "Triton", f"runs; compiled kernels in {triton['folder']}" if triton["runs"] else f"off: {triton['reason']}"
+    without = f" but for {', '.join(triton['off'])}" if triton["off"] else ""
+    runs = f"runs{without}; compiled kernels in {triton['folder']}"
+    yield "Triton", runs if triton["runs"] else f"off: {triton['reason']}"
 
 
 def _model(report: Facts) -> Iterator[Row]:

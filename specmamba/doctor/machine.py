@@ -14,7 +14,8 @@ from specmamba.cache.memory import free_memory
 from specmamba.doctor.software import Facts, Problem, error, warning
 from specmamba.flags.command_line import readable
 from specmamba.kernels import rowwise
-from specmamba.kernels.gpu import has_triton, runs_on
+from specmamba.kernels.gpu import SWITCH as TRITON_SWITCH
+from specmamba.kernels.gpu import choice, has_triton, runs_on
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags
 from specmamba.kernels.native.library import SHIPPED, cache_folder, open_library, origin, sources
 from specmamba.kernels.rowwise import torch_ops
@@ -85,7 +86,6 @@ def driver_version(file: Path = DRIVER) -> str | None:
     return found.group() if found else "of unknown version"
 
 
-TRITON_SWITCH = "SPECMAMBA_TRITON"
 NO_COMPILER = (
     "install a C++ compiler (Debian's package g++, or pip install 'specmamba[compiler]'); "
     "until then PyTorch does the same work, only slower"
@@ -135,15 +135,16 @@ def _native_problems(reason: NativeUnavailableError) -> list[Problem]:
 
 
 def examine_triton(device: torch.device) -> tuple[Facts, list[Problem]]:
-    """Run one kernel, if Triton should run on this device."""
-    facts: Facts = {"installed": has_triton(), "runs": False, "reason": None, "folder": None}
+    """Run one kernel, if Triton should run on this device; ``off``: operators that the environment turns off."""
+    off = choice().off
+    facts: Facts = {"installed": has_triton(), "runs": False, "off": list(off), "reason": None, "folder": None}
     if not has_triton():
         facts["reason"] = "not installed; only GPUs need it"
         advice = "pip install 'specmamba[gpu]'; until then PyTorch does the same work, only slower"
         return facts, [warning("Triton is not installed", advice)] if device.type == "cuda" else []
     if not runs_on(device):
-        off = os.environ.get(TRITON_SWITCH) == "0"
-        facts["reason"] = f"{TRITON_SWITCH}=0 turns it off" if off else "no GPU for it to run on"
+        is_off = os.environ.get(TRITON_SWITCH) == "0"
+        facts["reason"] = f"{TRITON_SWITCH}=0 turns it off" if is_off else "no GPU for it to run on"
         return facts, []
     facts["reason"] = why_triton_fails(device)
     if facts["reason"] is None:

@@ -139,7 +139,7 @@ def engine_key(engine: TimedEngine) -> dict[str, str]:
         "state": f"{config.speculative_state} {config.mamba_ssm_dtype}",
         **({} if config.kv_cache_dtype == "auto" else {"kv": config.kv_cache_dtype}),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
-        "kernels": "triton" if gpu.runs_on(device) else _level_name(),
+        "kernels": " -".join(("triton", *gpu.choice().off)) if gpu.runs_on(device) else _level_name(),
         "threads": str(engine.num_threads),
         "captured": str(engine.runner.graph_runner is not None),
         "requests": str(engine.memory_plan.num_running_requests),

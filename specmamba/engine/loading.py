@@ -38,7 +38,15 @@ WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that ``--device`` names. Raises ConfigError if it does not exist."""
+    """Return the device that ``--device`` names.
+
+    Raises:
+        ConfigError: it does not exist, or the environment names operators for Triton that do not.
+    """
+    try:
+        gpu.choice()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this PyTorch sees no CUDA device; leave --device out to run on the CPU")
     if name == "auto":
@@ -192,7 +200,7 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.mamba_ssm_dtype]
     kv_dtype = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[config.kv_cache_dtype]
     # kernels that fold know decays by head alone
-    folds_in_verify = gpu.runs_on(device) and not loaded.cache_shape.state.decays_by_channel
+    folds_in_verify = gpu.folds_in_verify(device) and not loaded.cache_shape.state.decays_by_channel
     shape = replace(loaded.cache_shape, state_dtype=dtype, kv_dtype=kv_dtype, folds_in_verify=folds_in_verify)
     return replace(loaded, cache_shape=shape)
 
@@ -209,11 +217,17 @@ def _require_codes(config: EngineConfig, dtype: torch.dtype, device: torch.devic
         if chosen in ("int4", "fp8") and not linear.runs_codes(device, dtype):
             kind = str(dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{flag} {chosen} needs native code on a CPU and bfloat16 or float32, or Triton on a GPU; this is "
-                f"{kind} on {device.type}"
+                f"{flag} {chosen} needs native code on a CPU and bfloat16 or float32, or Triton on a GPU"
+                f"{_without()}; this is {kind} on {device.type}"
                 f"{'' if device.type != 'cpu' else ' (specmamba doctor says whether there is native code)'}: "
                 "choose int8 or none"
             )
+
+
+def _without() -> str:
+    """The part of a message that names operators for codes that the environment turns off."""
+    off = ", ".join(name for name in gpu.MULTIPLYING_CODES if not gpu.is_chosen(name))
+    return f" ({gpu.SWITCH} turns off {off})" if off else ""
 
 
 def _form(quantization: str, group: int) -> WeightForm:

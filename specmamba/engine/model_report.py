@@ -21,6 +21,7 @@ from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.engine.loading import load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
+from specmamba.kernels import gpu
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
@@ -295,6 +296,7 @@ def describe_engine(
         "state_bytes_per_request": model.cache_shape.state_bytes_per_slot,
         "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
         "cuda_graph_batch_sizes": list(graph_batch_sizes),
+        "triton_operators": sorted(gpu.choice().operators) if gpu.runs_on(device) else [],
         "prefix_cache": memory.caches_prefixes,
         "prefix_cache_strategy": config.mamba_radix_cache_strategy,
         "prefix_cache_eviction": config.cache_eviction,

@@ -56,7 +56,7 @@ class Weights:
         _require_elements(name, shape)
         found = self.reader.take_quantized(name, shape)
         if isinstance(found, QuantizedMatrix):
-            self.reader.note_run_form(name, form_name(found, gpu.runs_on(self.options.layout_device)))
+            self.reader.note_run_form(name, form_name(found, gpu.multiplies_codes(self.options.layout_device)))
             return self._count(found.to(self.options.device))
         return self._count(found.to(self.options.device, self.options.dtype))
 
@@ -73,7 +73,7 @@ class Weights:
 
     def _rounded(self, form: WeightForm) -> str:
         """The name of the form in which a matrix runs that is rounded when it is loaded."""
-        return name_of_rounded(form, gpu.runs_on(self.options.layout_device))
+        return name_of_rounded(form, gpu.multiplies_codes(self.options.layout_device))
 
     def _count(self, taken: MatrixT) -> MatrixT:
         self.num_parameters += taken.numel()
@@ -83,7 +83,7 @@ class Weights:
     def take_router(self, name: str, num_experts: int) -> Tensor:
         """Load a router's weight [E, H] in the type it is stored in: rounding sends near ties to other experts."""
         stored = DTYPES.get(self.reader.stored(name).dtype, self.options.dtype)  # ``take`` refuses other types
-        dtype = moe.router_dtype(self.options.layout_device, stored)
+        dtype = moe.router_dtype(self.options.layout_device, stored, self.options.dtype)
         return self.take(name, num_experts, self.config.hidden_size, dtype=dtype)
 
     def keep_instead(self, kept: Tensor, *taken: Matrix) -> Tensor:

@@ -67,24 +67,33 @@ def accept(
     Returns:
         The verdict; the bonus token of each row is never a draft.
     """
-    shape, penalties = tree.shape, batch.sampling.penalties
-    can_choose = sampling_ops.has_finite_max(logits)
-    if batch.sampling.biases is not None:
-        biases = batch.sampling.biases
-        logits = sampling_ops.add_bias(logits, biases.rows, biases.tokens, biases.values)
-    if penalties is not None:
-        assert history is not None
-        strengths = penalties.presence, penalties.frequency, penalties.repetition
-        logits = sampling_ops.penalize(logits, *history, tree.tokens, shape.ancestors, strengths)
-    if tree.allowed_tokens is not None:
-        logits = sampling_ops.allow_tokens(logits, tree.allowed_tokens)
-    choice = choose(tree, logits, batch)
+    shape, sampling = tree.shape, batch.sampling
+    changes = sampling.biases, sampling.penalties, tree.allowed_tokens
+    if sampling.temperature is None and all(change is None for change in changes):
+        choice, can_choose = sampling_ops.checked_argmax(logits)
+    else:
+        can_choose = sampling_ops.has_finite_max(logits)
+        choice = choose(tree, changed(tree, logits, batch, history), batch)
     if batch.forced_output_ids is not None:
         forced = batch.forced_output_ids.gather(1, shape.depth)
         choice = forced.where(forced >= 0, choice)
     tokens = tree.tokens if synthetic is None else synthetic_tokens(tree, choice, batch, synthetic)
     path = tree_ops.accepted_path(tokens, shape.parents, shape.ancestors, choice)
     return Verdict(*path, is_finite=can_choose.gather(1, path[0]).all(1))
+
+
+def changed(tree: DraftTree, logits: Tensor, batch: Batch, history: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Add biases to the logits, penalise them, and exclude tokens that may not follow; as for ``accept``."""
+    biases, penalties = batch.sampling.biases, batch.sampling.penalties
+    if biases is not None:
+        logits = sampling_ops.add_bias(logits, biases.rows, biases.tokens, biases.values)
+    if penalties is not None:
+        assert history is not None
+        strengths = penalties.presence, penalties.frequency, penalties.repetition
+        logits = sampling_ops.penalize(logits, *history, tree.tokens, tree.shape.ancestors, strengths)
+    if tree.allowed_tokens is not None:
+        logits = sampling_ops.allow_tokens(logits, tree.allowed_tokens)
+    return logits
 
 
 def choose(tree: DraftTree, logits: Tensor, batch: Batch) -> Tensor:

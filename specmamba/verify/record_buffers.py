@@ -46,7 +46,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self.capacity = pending_capacity(max_nodes, shape.folds_in_verify)
         self.folds_in_verify = shape.folds_in_verify
         # on a CPU reading the indices is free, and copying records to their own place is not
-        self._reads_moves = device.type == "cpu" and not gpu.runs_on(device)
+        self._reads_moves = device.type == "cpu" and not gpu.runs_on(device, "state_copy")
         self._widened: Tensor | None = None  # [rows, Hv, K, V] float32, the checkpoints of one layer and batch
         size = (layers, num_rows + 1, self.capacity)
         self.k = lazy_zeros((*size, s.num_key_heads, s.key_dim), torch.float32, device)
@@ -69,7 +69,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
     def _read_states(self, num_rows: int) -> Sequence[Tensor]:
         """Checkpoints as kernels read them, by layer. Native code reads float32: other dtypes are copied before use."""
         states = self._pool.recurrent
-        if states.dtype is torch.float32 or gpu.runs_on(states.device):
+        if states.dtype is torch.float32 or self.folds_in_verify:
             return states.unbind()
         self._widened = torch.zeros(num_rows + 1, *states.shape[2:], device=states.device)
         return [self._widened] * len(states)
@@ -135,19 +135,19 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         index = self._conv_index(tree, num_pending, offset).contiguous()
         checkpoints = slots.state_slots
         if self._widened is not None:
-            size = len(checkpoints)
-            checkpoints = RowSet.of(range(size), index.device, torch.arange(size, device=index.device))
-        places = rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds
+            places = range(1, 1 + len(checkpoints))  # 0 would be padding to kernels in Triton
+            checkpoints = RowSet.of(places, index.device, torch.arange(1, places.stop, device=index.device))
+        tensors = rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds
         firsts, counts, num_packed = None, None, None
         if tree.packing is not None:
             firsts, counts, num_packed = tree.packing.firsts, tree.packing.counts, tree.packing.num_packed
-        trees = state_records.Trees(*places, firsts, counts, num_packed, tree.is_chain)
+        trees = state_records.Trees(*tensors, firsts, counts, num_packed, tree.is_chain)
         return RecordPlan(slots, tree, index, trees, checkpoints)
 
     def operands(self, layer: int, plan: RecordPlan) -> RecordOperands:
         """Return the buffers of a layer; checkpoints that native code cannot read are copied to float32 first."""
         if self._widened is not None:
-            self._widened[: len(plan.checkpoints)] = plan.slots.state_slots.take(self._pool.recurrent[layer])
+            self._widened[1 : 1 + len(plan.checkpoints)] = plan.slots.state_slots.take(self._pool.recurrent[layer])
         return RecordOperands(self._layers[layer], plan.trees, plan.slots.rows, plan.checkpoints)
 
     def promote(self, plan: RecordPlan, path: Tensor, num_accepted: Tensor) -> None:

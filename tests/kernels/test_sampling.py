@@ -316,6 +316,8 @@ def logits_of_any_maximum(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, 
 def test_has_finite_max_matches_reference(ops: ModuleType, vocabulary: int, dtype: torch.dtype) -> None:
     logits, want = logits_of_any_maximum(vocabulary, dtype)
     assert torch.equal(ops.has_finite_max(logits), want)
+    assert torch.equal(ops.checked_argmax(logits)[0], ops.argmax(logits))
+    assert torch.equal(ops.checked_argmax(logits)[1], want)
 
 
 @needs_native

@@ -13,6 +13,7 @@ import torch
 
 from specmamba.doctor.machine import driver_version, examine_hardware, examine_native, examine_triton, why_triton_fails
 from specmamba.doctor.software import EXTRAS, PACKAGES, declared_ranges, examine_software, is_in_range
+from specmamba.kernels.gpu.switch import parse
 from specmamba.kernels.native import levels, library
 from specmamba.kernels.native.levels import LEVELS
 
@@ -131,6 +132,8 @@ def test_triton_where_it_should_run(monkeypatch: pytest.MonkeyPatch) -> None:
         facts, problems = examine_triton(gpu)
         assert facts["runs"] == (reason is None)
         assert [problem.what for problem in problems] == [f"Triton does not run: {reason}"] * count
+    monkeypatch.setattr("specmamba.doctor.machine.choice", lambda: parse("-moe,-ssd"))
+    assert examine_triton(gpu)[0]["off"] == ["moe", "ssd"]
 
 
 def test_a_kernel_is_run_and_its_result_checked(monkeypatch: pytest.MonkeyPatch) -> None:

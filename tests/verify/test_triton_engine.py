@@ -58,17 +58,17 @@ def generate(**flags: Any) -> list[list[int]]:
         if runner.graph_runner is not None:
             runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
         shape = llm.engine.model.cache_shape
-        assert shape.folds_in_verify == (gpu.runs_on(torch.device("cpu")) and not shape.state.decays_by_channel)
+        assert shape.folds_in_verify == (gpu.folds_in_verify(torch.device("cpu")) and not shape.state.decays_by_channel)
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]
 
 
-def generate_interpreted(**flags: Any) -> list[list[int]]:
-    """In a process that chose Triton's interpreter."""
+def generate_interpreted(switch: str = "interpret", **flags: Any) -> list[list[int]]:
+    """In a process that chose Triton's interpreter, for all operators or for some."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(flags)],
         cwd=ROOT,
-        env={**os.environ, "SPECMAMBA_TRITON": "interpret", "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "SPECMAMBA_TRITON": switch, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         check=False,
         text=True,
@@ -85,6 +85,14 @@ def test_a_gated_delta_net_with_a_draft_tree(tmp_path: Path, kv: str) -> None:
     flags |= {"kv_cache_dtype": kv, **TREE}
     tokens = generate(**flags)
     assert generate_interpreted(**flags, cuda_graph_max_bs=2) == tokens
+
+
+def test_without_some_operators(tmp_path: Path) -> None:
+    """A layer that is half in Triton: its records are folded before the verify."""
+    flags = {"model": str(write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL]))}
+    flags |= {"mamba_ssm_dtype": "bfloat16", **TREE}
+    switch = "interpret,-gated_delta_rule,-paged_attention,-state_copy"
+    assert generate_interpreted(switch, **flags) == generate(**flags)
 
 
 def test_mamba2(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ def build_graph_runner(
 
 def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[Any] | None:
     if device.type == "cpu":
-        return NativeReplay(num_threads) if NativeReplay.is_available() else EagerReplay() if pads else None
-    if not gpu.runs_on(device):
-        raise ConfigError(
-            "steps can only be captured with the kernels in Triton: pip install 'specmamba[gpu]' and leave "
-            "SPECMAMBA_TRITON alone, or give --disable-cuda-graph"
-        )
+        is_recorded = NativeReplay.is_available() and not gpu.is_interpreted()  # a tape sees no kernel of Triton
+        return NativeReplay(num_threads) if is_recorded else EagerReplay() if pads else None
+    off = gpu.choice().off
+    if off or not gpu.runs_on(device):
+        way = f"leave {gpu.SWITCH} alone (it turns off {', '.join(off)})" if off else "pip install 'specmamba[gpu]'"
+        raise ConfigError(f"steps can only be captured with the kernels in Triton: {way}, or give --disable-cuda-graph")
     return GraphReplay(device)
 
 

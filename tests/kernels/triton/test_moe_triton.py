@@ -293,6 +293,53 @@ class TestWhoTakesWhat:
         assert_rounded(product(x.to(gpu_device), groups).cpu(), *exact(x, weight, groups))
 
 
+class TestRouting:
+    @pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (5, 5), (37, 3), (128, 8), (600, 10)])
+    def test_softmax(self, ops: Any, gpu_device: str, num_experts: int, k: int) -> None:
+        """Rows of a wider tensor; few different scores, so that equal ones are met, the lower expert first."""
+        scores = (normal(9, num_experts + 3, seed=num_experts) * 2).round().div(2)[:, :num_experts]
+        for renormalise in (True, False):
+            got = ops.softmax_routing(scores.to(gpu_device), k, renormalise)
+            want = reference.softmax_routing(scores, k, renormalise)
+            assert torch.equal(got.experts.cpu(), want.experts)
+            torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=1e-6, atol=1e-7)
+        assert torch.equal(ops.topk_softmax_routing(scores.to(gpu_device), k).experts.cpu(), want.experts)
+        assert ops.softmax_routing(scores[:0].to(gpu_device), k, True).weights.shape == (0, k)
+
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's, for inf - inf
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    def test_what_is_no_number(self, ops: Any, gpu_device: str, value: float) -> None:
+        """Experts are k different ones all the same; weights that are no numbers say so."""
+        scores = normal(3, 12, seed=5)
+        scores[0], scores[1, 4] = value, value
+        for renormalise in (True, False):
+            got = ops.softmax_routing(scores.to(gpu_device), 3, renormalise)
+            experts, weights = got.experts.cpu(), got.weights.cpu()
+            assert bool(((experts >= 0) & (experts < 12)).all())
+            assert all(len(set(row)) == 3 for row in experts.tolist())
+            assert bool(weights[0].isnan().all())
+            assert bool(weights[1].isnan().all()) == (value != -torch.inf)
+            assert torch.equal(experts[2], reference.softmax_routing(scores[2:], 3, renormalise).experts[0])
+
+    def test_a_router_in_16_bits(self) -> None:
+        """On a GPU alone, and only for inputs that are in 16 bits too."""
+        half, cuda = torch.bfloat16, torch.device("cuda")
+        assert moe.router_dtype(cuda, half, half) is half
+        assert moe.router_dtype(cuda, half, torch.float32) is torch.float32
+        assert moe.router_dtype(cuda, torch.float32, half) is torch.float32
+        with FakeTensorMode():
+            weight, x = torch.empty(6, 16, dtype=half, device="cuda"), torch.empty(5, 16, dtype=half, device="cuda")
+            router = moe.pack_router(weight)
+            assert isinstance(router, torch_ops.HalfRouter)
+            assert (router(x).shape, router(x).dtype) == ((5, 6), torch.float32)
+
+    @pytest.mark.gpu
+    def test_a_router_in_16_bits_agrees(self) -> None:
+        weight, x = normal(6, 64, seed=1, dtype=torch.bfloat16), normal(5, 64, seed=2, dtype=torch.bfloat16)
+        got = moe.pack_router(weight.cuda())(x.cuda()).cpu()
+        torch.testing.assert_close(got, reference.scores(x, weight), rtol=1e-5, atol=1e-5)
+
+
 class TestNothingAsksTheDevice:
     """What a CUDA graph could not capture, a fake tensor cannot answer either."""
 

@@ -89,7 +89,26 @@ def test_has_finite_max_matches_reference(
 ) -> None:
     logits, want = logits_of_any_maximum(vocabulary, dtype)
     assert torch.equal(triton_ops.has_finite_max(logits.to(gpu_device)).cpu(), want)
-    assert torch.equal(triton_ops.argmax(logits.to(gpu_device)).cpu(), torch_ops.argmax(logits))
+    tokens, is_finite = triton_ops.checked_argmax(logits.to(gpu_device))
+    assert torch.equal(tokens.cpu(), torch_ops.argmax(logits))
+    assert torch.equal(is_finite.cpu(), want)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "k", "dtype"), [(1, 1, torch.float32), (7, 7, torch.float32), (1030, 8, torch.bfloat16)]
+)
+def test_likeliest_matches_reference(
+    triton_ops: ModuleType, gpu_device: str, vocabulary: int, k: int, dtype: torch.dtype
+) -> None:
+    """Few different values, and some that are not finite; a last chunk with fewer tokens than are chosen."""
+    logits = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(k)).mul(4).round().to(dtype)
+    logits[0, 0, vocabulary // 2 :] = torch.nan
+    logits[1, 0, -1], logits[1, 1], logits[2, 0, -1] = torch.inf, -torch.inf, 30.0
+    tokens, logprobs = (x.cpu() for x in triton_ops.likeliest(logits.to(gpu_device), k))
+    want_tokens, want = reference.likeliest(logits, k)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, want_tokens)
+    torch.testing.assert_close(logprobs, want, rtol=1e-5, atol=2e-3)  # 1e4 has a step of 1e-3 in float32
 
 
 @pytest.mark.fast_cases(1)
@@ -217,6 +236,27 @@ def test_top_p_ranks_equal_probabilities_by_token_id(triton_ops: ModuleType, gpu
     assert kept(triton_ops, gpu_device, bfloat, top_p=0.8) == [0, 1, 2, 3]
 
 
+@DTYPES
+@pytest.mark.fast_cases(1)
+def test_filters_of_a_row_that_is_searched_in_part_and_as_a_whole(
+    triton_ops: ModuleType, gpu_device: str, dtype: torch.dtype
+) -> None:
+    """Peaked rows, whose candidates fit into the lists of chunks; flat ones, and a k beyond the parts of all chunks."""
+    gen = torch.Generator().manual_seed(8)
+    flat, peaked = 1e-2 * torch.randn(1300, generator=gen), 6 * torch.randn(1300, generator=gen)
+    flat[700:] -= 30  # all candidates are in two of three chunks
+    settings = [(0, 0.9), (0, 0.9), (7, 1.0), (7, 0.8), (40, 1.0), (24, 0.999999)]
+    top_k, top_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+    logits = torch.stack([flat, peaked, flat, peaked, peaked, flat])[:, None].to(dtype)
+    filters = torch.ones(6), top_k, top_p, torch.zeros(6)
+    probs = triton_ops.probabilities(*on(gpu_device, logits, *filters)).cpu()
+    want = reference.probabilities(logits.double(), *filters)
+    if dtype is torch.float32:  # neighbours in bfloat16 are equal, and the sums of many equal weights are rounded
+        assert torch.equal(probs > 0, want > 0)
+    assert ((probs > 0).sum(-1) - (want > 0).sum(-1)).abs().max() <= 1
+    torch.testing.assert_close(probs.double(), want, rtol=1e-3, atol=1e-5)
+
+
 def test_top_p_of_one_keeps_even_what_rounding_hides(triton_ops: ModuleType, gpu_device: str) -> None:
     assert kept(triton_ops, gpu_device, [0.0, 0.0, -25.0]) == [0, 1, 2]
 
@@ -291,7 +331,7 @@ def test_rejection_waits_for_the_content_of_no_tensor() -> None:
 @pytest.mark.usefixtures("launchable")
 @pytest.mark.parametrize(
     ("name", "num_arguments"),
-    [("uniform", 2), ("argmax", 1), ("has_finite_max", 1), ("sample", 6), ("probabilities", 5), ("penalize", 6)],
+    [("uniform", 2), ("argmax", 1), ("checked_argmax", 1), ("sample", 6), ("probabilities", 5), ("penalize", 6)],
 )
 def test_triton_is_chosen_where_it_runs(name: str, num_arguments: int) -> None:
     operator = operator_of(getattr(sampling, name))
