@@ -118,6 +118,27 @@ class TestPageAllocator:
 
 
 class TestKVPool:
+    @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+    def test_latent_layers_keep_one_row_for_a_token(self, kv_dtype: torch.dtype | None) -> None:
+        """Beside plain ones; values are views on their keys, and move and vanish with them."""
+        shape = replace(cache_shape(), kv=(KVShape(2, 2, 3), KVShape(1, 1, 7, latent_dim=5)), kv_dtype=kv_dtype)
+        pool = KVPool(shape, num_pages=4, page_size=4, device=CPU)
+        assert [tuple(x.shape) for x in (*pool.k, *pool.v)] == [(20, 2, 3)] * 2 + [(20, 1, 7)] + [(20, 2, 3)] * 2 + [
+            (20, 1, 5)
+        ]
+        assert sum(group[:, 0].nbytes for group in pool.groups) == shape.kv_bytes_per_token
+        scales = pool.k_scales[2], pool.v_scales[2]
+        if kv_dtype is None:
+            assert scales == (None, None)
+        else:
+            assert scales[0].data_ptr() == scales[1].data_ptr()
+        for x in pool.k:
+            x.copy_(torch.arange(20)[:, None, None])
+        pool.move(torch.tensor([5, 6]), torch.tensor([6, 7]))
+        assert pool.v[2][:, 0, 0].tolist()[4:9] == [4, 5, 5, 6, 8]
+        pool.clear(torch.tensor([8]))
+        assert not pool.k[2][8].any()
+
     def test_write_and_move(self) -> None:
         pool = KVPool(cache_shape(), num_pages=4, page_size=4, device=CPU)
         assert pool.num_tokens == 16
