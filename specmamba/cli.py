@@ -155,9 +155,9 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _build_engine(config: EngineConfig) -> Engine:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.mirror.start import build_engine
 
-    return Engine(config)
+    return build_engine(config)
 
 
 def _generate_command(arguments: list[str]) -> int:

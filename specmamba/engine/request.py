@@ -118,6 +118,7 @@ class Request:
     )  # positions where a chunk ends, so that a state is cached there for others
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
     follower: GrammarFollower | None = None  # follows the output through its grammar
+    told_error: GrammarError | None = None  # of its grammar, from rank 0, which alone follows it
     predicted: PredictedText | None = None  # that the output may repeat
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
     disk_wish: DiskWish = field(default_factory=DiskWish)
@@ -140,7 +141,7 @@ class Request:
     @property
     def grammar_error(self) -> GrammarError | None:
         """Why the request cannot go on within its grammar; None: it can."""
-        return None if self.follower is None else self.follower.error
+        return self.told_error if self.follower is None else self.follower.error
 
     @property
     def num_tokens(self) -> int:
