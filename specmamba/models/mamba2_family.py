@@ -23,7 +23,7 @@ from specmamba.layers.primitives import DividedRMSNorm, Linear
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import require_silu
 from specmamba.models.hybrid import Block
-from specmamba.models.rank_shapes import StateSegments, own_state
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model, scaled
 from specmamba.parallel.share import Segment, Share
 
@@ -157,7 +157,7 @@ def mamba2_layer(
         ConfigError: the layer cannot be divided among the ranks.
     """
     shape, segments, float32 = config.shape, config.segments, torch.float32
-    own, heads, inner = own_state(shape, weights.share), shape.num_value_heads, segments.values.size
+    own, heads, inner = segments.own(shape, weights.share), shape.num_value_heads, segments.values.size
     if config.has_norm and inner % config.norm_groups:
         raise UnsupportedModelError(
             f"{inner} Mamba2 channels cannot be normed in {config.norm_groups} groups of one size"

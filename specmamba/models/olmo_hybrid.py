@@ -32,7 +32,7 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, Layer
-from specmamba.models.rank_shapes import StateSegments, own_state
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model
 from specmamba.parallel.share import Segment
 
@@ -142,7 +142,7 @@ class OlmoWeights(Weights):
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
         """The recurrent layer."""
         c, s, of = self.config, self.state_shape, self.segments
-        own = own_state(s, self.share)
+        own = of.own(s, self.share)
         of_heads = (
             self.take(f"{prefix}{name}", s.num_value_heads, dtype=torch.float32) for name in ("A_log", "dt_bias")
         )

@@ -33,7 +33,7 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
-from specmamba.models.rank_shapes import StateSegments, own_state
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model, reordered
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ class QwenWeights(Weights):
 
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
         """The recurrent layer."""
-        s, own, segments = self.state_shape, own_state(self.state_shape, self.share), self.segments
+        s, segments = self.state_shape, self.segments
+        own = segments.own(s, self.share)
         conv = self.take(f"{prefix}conv1d.weight", s.conv_channels, 1, s.conv_width, dtype=torch.float32)
         conv = self.part(conv, *segments.convolved)
         of_heads = (

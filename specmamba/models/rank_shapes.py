@@ -30,6 +30,15 @@ class StateSegments:
         """The convolved channels of a gated delta net: queries, keys, values."""
         return self.keys, self.keys, self.values
 
+    def own(self, shape: StateShape, share: Share) -> StateShape:
+        """The state that a rank keeps of a layer with this one.
+
+        Raises:
+            ConfigError: its heads cannot be divided among the ranks.
+        """
+        keys, values = share.count(self.keys), share.count(self.values)
+        return replace(shape, num_key_heads=keys, num_value_heads=values)
+
 
 def channel_segment(shape: StateShape) -> Segment:
     """The channels of a layer whose state is a window."""
@@ -37,18 +46,12 @@ def channel_segment(shape: StateShape) -> Segment:
 
 
 def own_state(shape: StateShape, share: Share) -> StateShape:
-    """The state that a rank keeps of a layer with this one.
-
-    Raises:
-        ConfigError: its heads cannot be divided among the ranks.
-    """
+    """As ``StateSegments.own``, of any layer."""
     if share.size == 1:
         return shape
     if shape.plain_channels:
         return replace(shape, plain_channels=share.count(channel_segment(shape)))
-    segments = StateSegments.of(shape, "key heads (or groups) in recurrent layers", "heads in recurrent layers")
-    keys, values = share.count(segments.keys), share.count(segments.values)
-    return replace(shape, num_key_heads=keys, num_value_heads=values)
+    return StateSegments.of(shape, "key heads (or groups) in recurrent layers", "heads there").own(shape, share)
 
 
 def own_kv(shape: KVShape, share: Share) -> KVShape:

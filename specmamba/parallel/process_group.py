@@ -35,6 +35,8 @@ class ProcessRanks(Ranks):
             store_file: in which the ranks find each other; None: as the environment says (``torchrun``).
         """
         super().__init__(rank, size)
+        if dist.is_initialized():
+            raise ConfigError(f"--tp-size {size}: another engine of this process has ranks: close it first")
         self._device = device
         try:
             store = None if store_file is None else FileStore(store_file, size)

@@ -10,7 +10,6 @@ from specmamba.engine.engine import Engine
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.sampling_params import SamplingParams
 
-
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_running_requests": 4,
@@ -65,7 +64,7 @@ def _run(engine: Engine, job: Job, prefix: str) -> list[Answer]:
             answer = answers[delta.request_id]
             answer["tokens"] += delta.token_ids
             listed = (*(delta.prompt_logprobs or ()), *delta.logprobs)
-            answer["logprobs"] += [list(map(tuple, entry.top)) for entry in listed if entry is not None]
+            answer["logprobs"] += [list(entry.top) for entry in listed if entry is not None]
             answer["num_cached"], answer["num_accepted"] = delta.num_cached_tokens, delta.spec.num_accepted_tokens
     return list(answers.values())
 

@@ -19,7 +19,7 @@ import torch
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
-from specmamba.engine.loading import resolve_device
+from specmamba.engine.loading import load_models, resolve_device
 from specmamba.errors import ConfigError, SpecmambaError
 
 if TYPE_CHECKING:
@@ -64,10 +64,14 @@ def build_engine(config: EngineConfig) -> Engine:
 
     device = resolve_device(config.device)
     config = config.on_device(device.type)
-    is_launched = launched_rank(config) is not None
+    rank = launched_rank(config)
+    if rank:
+        raise ConfigError(f"rank {rank} of torchrun has no engine of its own: start specmamba serve or generate by it")
+    is_launched = rank is not None
+    load_models(resolve_checkpoint(config.model_path, config.revision), config, device, only_shapes=True)  # divided?
     name = _meeting_name() if is_launched else f"specmamba-{secrets.token_hex(16)}"
     links = RankLinks(name, config.tp_size)
-    children = None
+    children = ranks = None
     try:
         with tempfile.TemporaryDirectory(prefix="specmamba-ranks-") as folder:
             store_file = None if is_launched else str(Path(folder, "store"))
@@ -77,6 +81,8 @@ def build_engine(config: EngineConfig) -> Engine:
             ranks = _process_ranks(0, config, device, store_file)
         return FirstEngine(config, ranks, links, children)
     except BaseException:
+        if ranks is not None:
+            ranks.close()
         links.close()
         if children is not None:
             children.close()
