@@ -34,7 +34,8 @@ class Fixed:
     is_switch: bool = False
 
 
-_ONE_DEVICE = "layers of a model stay together here: --tp-size divides each of them"
+_WHOLE_LAYERS = "there is one pipeline here: --tp-size divides every layer"
+_ONE_REPLICA = "a server has one copy of a model here: start a server for each"
 _OWN_TOKENIZER = "the tokenizer is the one in the model's folder: put its files there, or give --skip-tokenizer-init"
 _NO_SWAP = (
     "nothing is moved between memories here: choose smaller weights (--quantization) or pools (--max-total-tokens)"
@@ -53,10 +54,10 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "random_seed": Renamed("seed"),
     "tensor_parallel_size": Renamed("tp_size"),
     "tp": Renamed("tp_size"),
-    "pipeline_parallel_size": Fixed((1,), _ONE_DEVICE),
-    "pp_size": Fixed((1,), _ONE_DEVICE),
-    "data_parallel_size": Fixed((1,), f"{_ONE_DEVICE}: start a server for each"),
-    "dp_size": Fixed((1,), f"{_ONE_DEVICE}: start a server for each"),
+    "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),
+    "pp_size": Fixed((1,), _WHOLE_LAYERS),
+    "data_parallel_size": Fixed((1,), _ONE_REPLICA),
+    "dp_size": Fixed((1,), _ONE_REPLICA),
     "trust_remote_code": Fixed(
         (False,), "no code of a checkpoint is run here; specmamba info says which architectures there are", True
     ),

@@ -39,13 +39,14 @@ SAME = [
     ("block_size", 16, "16", "page_size", 16),
     ("mamba_ssm_cache_dtype", "bfloat16", "bfloat16", "mamba_ssm_dtype", "bfloat16"),
     ("random_seed", 7, "7", "seed", 7),
+    ("tensor_parallel_size", 2, "2", "tp_size", 2),
     ("enforce_eager", True, None, "disable_cuda_graph", True),
     ("enable_prefix_caching", False, None, "disable_radix_cache", True),
     ("enable_prefix_caching", True, None, "disable_radix_cache", False),
 ]
 NOTHING = [
-    ("tensor_parallel_size", 1, "1"),
-    ("tp_size", 1, "1"),
+    ("pipeline_parallel_size", 1, "1"),
+    ("dp_size", 1, "1"),
     ("trust_remote_code", False, None),
     ("swap_space", 0, "0"),
     ("swap_space", 0.0, "0.0"),
@@ -54,8 +55,8 @@ NOTHING = [
     ("enable_auto_tool_choice", True, None),
 ]
 REFUSED = [
-    ("tensor_parallel_size", 2, "2", "a model runs on one device here"),
-    ("tp_size", "two", "two", "a model runs on one device here"),
+    ("pipeline_parallel_size", 2, "2", "--tp-size divides every layer"),
+    ("dp_size", "two", "two", "a server has one copy of a model here"),
     ("trust_remote_code", True, None, "no code of a checkpoint is run here"),
     ("tokenizer", "folder", "folder", "put its files there"),
     ("tokenizer_path", "folder", "folder", "put its files there"),
@@ -274,7 +275,10 @@ def test_the_environment_knows_one_name(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="SPECMAMBA_CONTEXT_LENGTH is what it is called here"):
         serve()
     monkeypatch.delenv("SPECMAMBA_MAX_MODEL_LEN")
-    for name, words in (("TP_SIZE", "a model runs on one device here"), ("SPECULATIVE_CONFIG", "are for its parts")):
+    for name, words in (
+        ("DP_SIZE", "a server has one copy of a model here: start a server for each"),
+        ("SPECULATIVE_CONFIG", "are for its parts"),
+    ):
         with monkeypatch.context() as other:
             other.setenv(f"SPECMAMBA_{name}", "1")
             with pytest.raises(ConfigError, match=f"^SPECMAMBA_{name}: there is no such variable .*{words}$"):

@@ -47,7 +47,7 @@ FAST = {
 }
 TEXTS = prompts(60, (9, 21))
 # Of eight heads two have keys, and of as many value heads two have keys too: four ranks repeat them.
-GROUPED = {
+GROUPED: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "linear_num_key_heads": 2,
@@ -61,7 +61,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "snapshots": {"speculative_algorithm": "mtp", "speculative_eagle_topk": 2, "speculative_state": "snapshots"},
 }
 # Three requests of up to 60 tokens, and room for little more than one of them.
-CROWDED = {"max_total_tokens": 110, "max_mamba_cache_size": 8}
+CROWDED: dict[str, Any] = {"context_length": 64, "max_total_tokens": 80, "max_mamba_cache_size": 8}
 
 
 class Results:
@@ -211,6 +211,6 @@ def test_four_ranks(tmp_path: Path) -> None:
         granite.build(tmp_path / "granite", "grouped")
     jobs.append(job("granite", tmp_path / "granite", TEXTS, params=LISTED))
     results = Results(tmp_path / "ranks", jobs, 4)
-    shared = results.check("tiny")
+    shared = results.check("tiny", 1e-4)
     assert [heads for _, heads in shared["kv"]] == [1]
     results.check("granite")
