@@ -24,7 +24,7 @@ logger = logging.getLogger("specmamba")
 
 BEAT_S = 0.5
 # Beats that may be missing. Time in which this process itself did not run counts once: where the whole machine stands
-# still, nobody is lost.
+# still, no rank is lost.
 MAX_SILENCE = 10
 JOIN_TIMEOUT_S = 300.0  # in which the other ranks import what they need
 Lost = Callable[[RankLostError], None]
@@ -115,14 +115,14 @@ class RankLinks:
             for link in self._links.values():
                 link.send(message)
         except OSError as error:
-            raise self.explain(error) from error
+            raise self.lost_soon() or RankLostError(f"--tp-size {self.size}: a rank is lost: {error}") from error
 
-    def explain(self, error: BaseException, wait_s: float = 2.0) -> BaseException:
-        """What is behind an exchange that failed: the loss of a rank, if one is noticed soon; else the error itself."""
+    def lost_soon(self, wait_s: float = 2.0) -> RankLostError | None:
+        """The loss of a rank that is noticed now or soon, where an exchange has failed; None: there is none."""
         end = time.monotonic() + wait_s
         while self.lost is None and time.monotonic() < end:
             time.sleep(0.02)
-        return self.lost or error
+        return self.lost
 
     def close(self) -> None:
         """Tell the others to end, and leave them."""

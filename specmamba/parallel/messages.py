@@ -28,7 +28,7 @@ class Messages:
         return self._connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. Raises OSError: nobody reads any more."""
+        """Send a message. Raises OSError: the other side has ended."""
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
             self._connection.sendall(line)
@@ -74,7 +74,7 @@ def connect(name: str) -> Messages:
     """Connect to who listens under an abstract name.
 
     Raises:
-        OSError: nobody does, or it is another user's process.
+        OSError: no process does, or it is another user's.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.engine import Engine
-from specmamba.engine.mirror.children import RankChildren
+from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.engine.request import Request
 from specmamba.errors import ConfigError, RankLostError
 from specmamba.grammar import CompiledGrammar
@@ -44,7 +44,9 @@ class FirstEngine(Engine):
         try:
             super().__init__(config, ranks)
         except RuntimeError as error:
-            raise ConfigError(str(links.explain(error))) from error
+            if (lost := links.lost_soon()) is None:
+                raise
+            raise ConfigError(str(lost)) from error
         links.watch_strictly()
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
@@ -95,8 +97,10 @@ class FirstEngine(Engine):
         self._is_stepping = True
         try:
             return super().step()
-        except RuntimeError as error:
-            raise self._links.explain(error) from error
+        except RuntimeError as error:  # perhaps of an exchange with a rank that has ended
+            if (lost := self._links.lost_soon()) is None:
+                raise
+            raise lost from error
         finally:
             self._is_stepping = False
 

@@ -1,4 +1,4 @@
-"""The engine of a rank other than 0: it does what rank 0 tells it, and nobody reads its texts."""
+"""The engine of a rank other than 0: it does what rank 0 tells it, and its texts are not read."""
 
 from __future__ import annotations
 

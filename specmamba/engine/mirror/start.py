@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("specmamba")
 
-LOOPBACK = "lo"  # ranks of one machine exchange tensors over this interface
+INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"  # over which ranks that this package starts exchange tensors
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that it sets
 
 
@@ -58,8 +58,8 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     if config.tp_size == 1:
         return Engine(config)
-    from specmamba.engine.mirror.children import RankChildren
     from specmamba.engine.mirror.first_engine import FirstEngine
+    from specmamba.engine.mirror.rank_children import RankChildren
     from specmamba.parallel.control import RankLinks
 
     device = resolve_device(config.device)
@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig) -> Engine:
         with tempfile.TemporaryDirectory(prefix="specmamba-ranks-") as folder:
             store_file = None if is_launched else str(Path(folder, "store"))
             if not is_launched:
-                children = RankChildren(config, name, LOOPBACK)
+                children = RankChildren(config, name)
             links.join(facts_of(config), store_file, children.check if children is not None else lambda: None)
             ranks = _process_ranks(0, config, device, store_file)
         return FirstEngine(config, ranks, links, children)
@@ -128,7 +128,7 @@ def _process_ranks(rank: int, config: EngineConfig, device: torch.device, store_
             raise ConfigError(f"--tp-size {config.tp_size}: there are {torch.cuda.device_count()} GPUs, one for a rank")
         torch.cuda.set_device(rank)
     elif store_file is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        os.environ.setdefault(INTERFACE, LOOPBACK)
     return ProcessRanks(rank, config.tp_size, device, store_file)
 
 
@@ -162,10 +162,10 @@ def facts_of(config: EngineConfig) -> Mapping[str, str]:
 
 
 def _digest_of_source() -> str:
-    """Of the package's Python files: a version number does not tell two checkouts apart."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
+    """Of the package's source: a version number does not tell two checkouts apart."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    found = (Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
+    for file in sorted(file for file in found if file.suffix in (".py", ".cpp", ".h")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -19,18 +19,12 @@ END_TIMEOUT_S = 5.0
 class RankChildren:
     """Ranks 1 to N - 1. They end when their connection with this process does; signals of a terminal pass them by."""
 
-    def __init__(self, config: EngineConfig, name: str, interface: str) -> None:
-        """Start them.
-
-        Args:
-            config: of all ranks.
-            name: under which rank 0 listens.
-            interface: of the network that they exchange tensors over.
-        """
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        """Start them; ``config``: of all ranks, ``name``: under which rank 0 listens."""
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         flags = config.model_dump(mode="json", include=set(EngineConfig.model_fields))
-        environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": interface}
+        environment = {**os.environ, "PYTHONPATH": path}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, config.tp_size):
             process = subprocess.Popen(
