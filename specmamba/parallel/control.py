@@ -46,7 +46,7 @@ class RankLinks:
         self.lost: RankLostError | None = None
         self._on_lost: list[Lost] = []
         self._lock = threading.Lock()  # guards the two fields above
-        self._is_closed, self._is_strict = False, False
+        self._closing, self._is_strict = threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         try:
             self._server = listen(name, size)
@@ -92,6 +92,7 @@ class RankLinks:
             message = f"--tp-size {self.size}: rank {rank} is refused: {problem}: start all ranks alike"
             with suppress(OSError):
                 link.send({"refused": message})
+            link.close()
             raise ConfigError(message)
         self._links[rank], self._processes[rank], self._silence[rank] = link, process, 0
 
@@ -126,10 +127,14 @@ class RankLinks:
 
     def close(self) -> None:
         """Tell the others to end, and leave them."""
-        self._is_closed = True
+        self._closing.set()
         for link in self._links.values():
             with suppress(OSError):
                 link.send({"do": "close"})
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for link in self._links.values():
+            link.close()
         self._server.close()
 
     def _watch(self) -> None:
@@ -137,8 +142,7 @@ class RankLinks:
         ranks = {link.fileno(): rank for rank, link in self._links.items()}
         for descriptor in ranks:
             poll.register(descriptor, select.POLLIN)
-        while not self._is_closed and self.lost is None:
-            time.sleep(BEAT_S)
+        while self.lost is None and not self._closing.wait(BEAT_S):
             heard = {ranks[descriptor] for descriptor, _ in poll.poll(0)}
             for rank in self._links:
                 self._silence[rank] = 0 if rank in heard else self._silence[rank] + 1
@@ -159,7 +163,7 @@ class RankLinks:
         return True
 
     def _lose(self, rank: int, why: str) -> None:
-        if self._is_closed or self.lost is not None:
+        if self._closing.is_set() or self.lost is not None:
             return
         error = RankLostError(f"--tp-size {self.size}: rank {rank} (process {self._processes[rank]}) is lost: {why}")
         logger.error("%s", error)
@@ -214,8 +218,11 @@ class FirstRankLink:
                 with self._condition:
                     self._received.append(message)
                     self._condition.notify()
-        finally:
-            os._exit(1)  # also in the middle of an exchange with ranks that are gone
+                if message.get("do") == "close":
+                    return
+        except (OSError, ValueError):
+            pass
+        os._exit(1)  # also in the middle of an exchange with ranks that are gone
 
     def _beat(self) -> None:
         with suppress(OSError):
