@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,13 +34,13 @@ EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2}
 # One variant of each family, and what is divided in a way of its own.
 FAST = {
     "bamba": ("even",),
-    "falcon-h1": ("norm-after-gate", "norm-before-gate"),
-    "granite-hybrid": ("no-experts", "no-attention"),  # biases; a norm over all channels of all ranks
+    "falcon-h1": ("norm-before-gate",),
+    "granite-hybrid": ("no-attention",),  # a norm over all channels of all ranks
     "lfm2": ("biased-tied",),
     "lfm2-moe": ("default",),
     "mamba2": ("biased-tied",),
     "nemotron-h": ("default",),
-    "olmo-hybrid": ("default", "rotated"),  # norms over all heads; one key head for two ranks
+    "olmo-hybrid": ("rotated",),  # norms over all heads; one key head for two ranks
     "qwen3.5": ("default",),
     "qwen3.5-moe": ("default",),
     "qwen3-next": ("default",),
@@ -60,7 +60,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "n-gram": {"speculative_algorithm": "ngram", "speculative_num_steps": 3, "speculative_eagle_topk": 2},
     "snapshots": {"speculative_algorithm": "mtp", "speculative_eagle_topk": 2, "speculative_state": "snapshots"},
 }
-# Three requests of up to 60 tokens, and room for little more than one of them.
+FAST_DRAFTS = ("tree", "n-gram")
+# Two requests begin together and grow to 55 tokens each, and there is no room for both.
 CROWDED: dict[str, Any] = {"context_length": 64, "max_total_tokens": 80, "max_mamba_cache_size": 8}
 
 
@@ -120,12 +121,13 @@ def family_jobs(root: Path, chosen: Mapping[str, Sequence[str]]) -> list[Job]:
     return jobs
 
 
-def draft_jobs(folder: Path) -> list[Job]:
-    texts = prompts(60, (30, 25, 20), seed=1)
+def draft_jobs(folder: Path, names: Iterable[str]) -> list[Job]:
+    texts, short = prompts(60, (30, 25, 20), seed=1), prompts(60, (10, 11), seed=2)
     jobs = []
-    for name, flags in DRAFTS.items():
+    for name in names:
+        flags = DRAFTS[name]
         jobs.append(job(f"{name}-again", folder, texts, repeat=True, params={"max_tokens": 20}, **flags))
-        jobs.append(job(f"{name}-crowded", folder, texts, params={"max_tokens": 30}, **flags | CROWDED))
+        jobs.append(job(f"{name}-crowded", folder, short, params={"max_tokens": 45}, **flags | CROWDED))
     return jobs
 
 
@@ -155,8 +157,20 @@ def quantized_jobs(root: Path) -> list[Job]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("two")
     tiny = write_tiny_checkpoint(root / "tiny", 0)
-    jobs = [*family_jobs(root, FAST), *draft_jobs(tiny), *separate_drafts(root, tiny), *quantized_jobs(root)]
-    return Results(root / "ranks", jobs, 2)
+    own = draft_jobs(tiny, FAST_DRAFTS)
+    return Results(root / "ranks", [*family_jobs(root, FAST), *own, *quantized_jobs(root)], 2)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The other variants of all families, and drafters."""
+    root = tmp_path_factory.mktemp("more")
+    tiny = write_tiny_checkpoint(root / "tiny", 0)
+    others = {
+        family: [name for name in module.VARIANTS if name not in FAST[family]] for family, module in FAMILIES.items()
+    }
+    drafts = draft_jobs(tiny, DRAFTS.keys() - FAST_DRAFTS)
+    return Results(root / "ranks", [*family_jobs(root, others), *drafts, *separate_drafts(root, tiny)], 2)
 
 
 @pytest.mark.parametrize("name", [f"{family}-{variant}" for family, names in FAST.items() for variant in names])
@@ -165,9 +179,11 @@ def test_two_ranks_compute_what_one_process_does(two: Results, name: str) -> Non
     two.check(name, loose)
 
 
+@pytest.mark.fast_cases(*FAST_DRAFTS)
 @pytest.mark.parametrize("name", DRAFTS)
-def test_texts_with_drafts_are_the_same(two: Results, name: str) -> None:
+def test_texts_with_drafts_are_the_same(name: str, request: pytest.FixtureRequest) -> None:
     """With cached prefixes, and where requests are preempted; drafts are accepted as often."""
+    two: Results = request.getfixturevalue("two" if name in FAST_DRAFTS else "more")
     again, crowded = two.check(f"{name}-again"), two.check(f"{name}-crowded")
     assert [answer["num_cached"] for answer in again["answers"][3:]] == [29, 24, 19]
     accepted = [answer["num_accepted"] for answer in two.alone[f"{name}-again"]["answers"]]
@@ -175,10 +191,11 @@ def test_texts_with_drafts_are_the_same(two: Results, name: str) -> None:
     assert crowded["num_preemptions"] == two.alone[f"{name}-crowded"]["num_preemptions"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "draft-model"])
-def test_separate_drafts_are_divided_too(two: Results, name: str) -> None:
-    shared = two.check(name)
-    assert sum(heads for _, heads in shared["kv"]) < sum(heads for _, heads in two.alone[name]["kv"])
+def test_separate_drafts_are_divided_too(more: Results, name: str) -> None:
+    shared = more.check(name)
+    assert sum(heads for _, heads in shared["kv"]) < sum(heads for _, heads in more.alone[name]["kv"])
 
 
 def test_codes_of_a_checkpoint_are_divided(two: Results) -> None:
@@ -187,17 +204,15 @@ def test_codes_of_a_checkpoint_are_divided(two: Results) -> None:
 
 
 @pytest.mark.slow
-def test_every_variant_of_every_family(tmp_path: Path) -> None:
+def test_every_variant_of_every_family(more: Results) -> None:
     """All that can be divided into two; the others are refused by name on both ranks."""
-    chosen = {family: [*module.VARIANTS] for family, module in FAMILIES.items()}
-    jobs = family_jobs(tmp_path, chosen)
-    results = Results(tmp_path / "ranks", jobs, 2)
-    refused = {name for name, given in results.shared.items() if "error" in given}
-    for name in results.jobs.keys() - refused:
+    names = [name for name in more.jobs if name.startswith(tuple(FAMILIES))]
+    refused = [name for name in names if "error" in more.shared[name]]
+    for name in set(names) - set(refused):
         loose = max((value for family, value in LOOSE.items() if name.startswith(family)), default=TOLERANCE)
-        results.check(name, loose)
-    assert all("cannot be divided among 2 ranks" in results.shared[name]["error"] for name in refused)
-    assert len(refused) < len(jobs) / 3
+        more.check(name, loose)
+    assert all("cannot be divided among 2 ranks" in more.shared[name]["error"] for name in refused)
+    assert len(refused) < len(names) / 3
 
 
 @pytest.mark.slow
