@@ -17,8 +17,9 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.config import EngineConfig
-from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError
+from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
 from specmamba.flags.engine_flags import EngineFlags
+from specmamba.models import qwen, registry
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import connect
 from specmamba.sampling_params import GrammarSpec
@@ -119,6 +120,12 @@ def test_a_rank_that_is_another_is_refused(hello: dict[str, object], message: st
 def test_sizes_are_refused_before_ranks_start() -> None:
     with pytest.raises(ConfigError, match=r"tp_size 3: the model has 4 .* which cannot be divided among 3 ranks"):
         LLM(tp_size=3)
+
+
+def test_families_that_are_not_divided_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DIVIDED", registry.DIVIDED - {qwen.load})
+    with pytest.raises(UnsupportedModelError, match="tp_size 2: Qwen3_5ForCausalLM cannot be divided among ranks"):
+        LLM(tp_size=2)
 
 
 def test_two_ranks_of_one_model() -> None:
