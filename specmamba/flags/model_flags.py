@@ -217,9 +217,10 @@ def _rank_problem(config: ModelFlags) -> str | None:
     """Return what is wrong with the flags of several ranks, likewise."""
     if config.tp_size == 1:
         return None
-    ranks = f"--tp-size {config.tp_size}"
-    if config.hicache_storage_dir is not None:
-        return f"--hicache-storage-dir: prefixes on disk need one process: drop it, or {ranks}"
+    ranks, fields = f"--tp-size {config.tp_size}", type(config).model_fields
+    of_tiers = [name for name in fields if name.startswith(("hicache_", "enable_hierarchical_cache"))]
+    if given := [f"--{name.replace('_', '-')}" for name in of_tiers if getattr(config, name) != fields[name].default]:
+        return f"{', '.join(given)}: prefixes below the pools need one process: drop it, or {ranks}"
     if config.cuda_graph_max_bs is not None:
         return f"--cuda-graph-max-bs: steps of several ranks are not captured: drop it, or {ranks}"
     if "speculative_adaptive" in config.model_fields_set and getattr(config, "speculative_adaptive", "off") == "auto":

@@ -76,7 +76,7 @@ def test_one_process_imports_nothing_of_this() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"hicache_storage_dir": "x"}, "--hicache-storage-dir: prefixes on disk need one process: drop it, or --tp-s"),
+        ({"hicache_storage_dir": "x"}, "--hicache-storage-dir: prefixes below the pools need one process: drop it"),
         ({"cuda_graph_max_bs": 4}, "--cuda-graph-max-bs: steps of several ranks are not captured: drop it, or --tp-si"),
         ({"speculative_adaptive": "auto"}, "--speculative-adaptive auto: drafts of several ranks have fixed sizes"),
     ],
