@@ -23,7 +23,7 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place; gives x. Every rank gets the same bits."""
+        """Sum a tensor over all ranks; x may be overwritten. Every rank gets the same bits."""
         self._require_one()
         return x
 

@@ -40,7 +40,7 @@ class FirstEngine(Engine):
             SpecmambaError: as ``Engine``; also where another rank cannot load its part.
         """
         self._links, self._children = links, children
-        self._is_stepping = False
+        self._is_stepping = self._tells_grammars = False
         try:
             super().__init__(config, ranks)
         except RuntimeError as error:
@@ -91,9 +91,8 @@ class FirstEngine(Engine):
 
     def step(self) -> list[OutputDelta]:
         """As ``Engine.step``. Raises RankLostError where another rank is lost."""
-        has_grammars = any(request.follower is not None for request in self._requests.values())
-        self._tells_grammars = has_grammars
-        self._links.send({"do": "step", "has_grammars": has_grammars})
+        self._tells_grammars = any(request.follower is not None for request in self._requests.values())
+        self._links.send({"do": "step", "has_grammars": self._tells_grammars})
         self._is_stepping = True
         try:
             return super().step()
@@ -122,8 +121,8 @@ class FirstEngine(Engine):
 
     def close(self) -> None:
         """As ``Engine.close``; the other ranks end too."""
-        self._links.close()
         super().close()
+        self._links.close()
         if self._links.lost is None:
             self.ranks.close()
         if self._children is not None:
