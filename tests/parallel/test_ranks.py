@@ -68,6 +68,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_one_process_imports_nothing_of_this() -> None:
     done = python("-c", ALONE)
     assert done.returncode == 0, done.stderr

@@ -31,19 +31,12 @@ TOLERANCE = 2e-5  # of log probabilities, of logits up to 30
 LOOSE = {"olmo-hybrid": 3e-4, "qwen3.5-moe": 1e-4, "qwen3-next": 1e-4}
 LISTED = {"logprobs": 20, "prompt_logprobs": 20, "max_tokens": 6}
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2}
-# One variant of each family, and what is divided in a way of its own.
+# Both recurrences, experts, and what is divided in a way of its own; all other variants are in the slow tier.
 FAST = {
-    "bamba": ("even",),
-    "falcon-h1": ("norm-before-gate",),
     "granite-hybrid": ("no-attention",),  # a norm over all channels of all ranks
-    "lfm2": ("biased-tied",),
-    "lfm2-moe": ("default",),
-    "mamba2": ("biased-tied",),
-    "nemotron-h": ("default",),
     "olmo-hybrid": ("rotated",),  # norms over all heads; one key head for two ranks
     "qwen3.5": ("default",),
     "qwen3.5-moe": ("default",),
-    "qwen3-next": ("default",),
 }
 TEXTS = prompts(60, (9, 21))
 # Of eight heads two have keys, and of as many value heads two have keys too: four ranks repeat them.
@@ -60,7 +53,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "n-gram": {"speculative_algorithm": "ngram", "speculative_num_steps": 3, "speculative_eagle_topk": 2},
     "snapshots": {"speculative_algorithm": "mtp", "speculative_eagle_topk": 2, "speculative_state": "snapshots"},
 }
-FAST_DRAFTS = ("tree", "n-gram")
+FAST_DRAFTS = ("tree",)
 # Two requests begin together and grow to 55 tokens each, and there is no room for both.
 CROWDED: dict[str, Any] = {"context_length": 64, "max_total_tokens": 80, "max_mamba_cache_size": 8}
 
@@ -166,9 +159,9 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The other variants of all families, and drafters."""
     root = tmp_path_factory.mktemp("more")
     tiny = write_tiny_checkpoint(root / "tiny", 0)
-    others = {
-        family: [name for name in module.VARIANTS if name not in FAST[family]] for family, module in FAMILIES.items()
-    }
+    others = {family: [*module.VARIANTS] for family, module in FAMILIES.items() if family not in FAST}
+    others |= {family: [*(FAMILIES[family].VARIANTS.keys() - {*names})] for family, names in FAST.items()}
+    others["bamba"].append("even")
     drafts = draft_jobs(tiny, DRAFTS.keys() - FAST_DRAFTS)
     return Results(root / "ranks", [*family_jobs(root, others), *drafts, *separate_drafts(root, tiny)], 2)
 
