@@ -73,12 +73,19 @@ class RankLinks:
                 raise ConfigError(f"--tp-size {self.size}: ranks {missing} did not start in {JOIN_TIMEOUT_S:g} s")
             with suppress(TimeoutError):
                 self._greet(self._server.accept()[0], facts)
-        for link in self._links.values():
-            link.send({"store": store_file})
+        for rank, link in self._links.items():
+            try:
+                link.send({"store": store_file})
+            except OSError as error:
+                raise ConfigError(f"--tp-size {self.size}: rank {rank} has ended: {error}") from None
         self._watcher.start()
 
     def _greet(self, connection: socket.socket, facts: Mapping[str, str]) -> None:
-        process = peer_process(connection)
+        try:
+            process = peer_process(connection)
+        except OSError:  # of another user, which must not keep ranks from meeting
+            connection.close()
+            return
         connection.settimeout(JOIN_TIMEOUT_S)
         link = Messages(connection)
         hello = link.receive() or {}

@@ -68,7 +68,8 @@ def build_engine(config: EngineConfig) -> Engine:
     if rank:
         raise ConfigError(f"rank {rank} of torchrun has no engine of its own: start specmamba serve or generate by it")
     is_launched = rank is not None
-    load_models(resolve_checkpoint(config.model_path, config.revision), config, device, only_shapes=True)  # divided?
+    # what cannot be divided is refused before anything is started
+    load_models(resolve_checkpoint(config.model_path, config.revision), config, device, only_shapes=True)
     name = _meeting_name() if is_launched else f"specmamba-{secrets.token_hex(16)}"
     links = RankLinks(name, config.tp_size)
     children = ranks = None
