@@ -148,6 +148,8 @@ def _serve(arguments: list[str]) -> int:
         from specmamba.server_config import ServerConfig
 
         config = parse_command_line(ServerConfig, "specmamba serve", arguments)
+        if (status := _other_rank(config)) is not None:
+            return status
         listener = listen(config.host, config.port)  # before what takes seconds to import
         from specmamba.server.serve import run_server
 
@@ -155,9 +157,23 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _build_engine(config: EngineConfig) -> Engine:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.mirror.start import build_engine
 
-    return Engine(config)
+    return build_engine(config)
+
+
+def _other_rank(config: EngineConfig) -> int | None:
+    """Be a rank other than 0, where torchrun has started this process as one. Returns its exit status; None: it is 0.
+
+    Raises:
+        ConfigError: torchrun has started another number of ranks than ``--tp-size`` says.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    from specmamba.engine.mirror.start import launched_rank, run_other_rank
+
+    rank = launched_rank(config)
+    return run_other_rank(config, rank) if rank else None
 
 
 def _generate_command(arguments: list[str]) -> int:
@@ -165,6 +181,8 @@ def _generate_command(arguments: list[str]) -> int:
     from specmamba.generate_config import GenerateConfig
 
     config = parse_command_line(GenerateConfig, "specmamba generate", arguments)
+    if (status := _other_rank(config)) is not None:
+        return status
     if not config.json:
         return _generate(config)
     from specmamba.terminal.json_answers import generate_json

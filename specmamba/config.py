@@ -121,7 +121,8 @@ class EngineConfig(ModelFlags):
         """Say which flags have defaults of the device, in the start-up report; ``given``: before ``on_device``."""
         changed = [name for name in GPU_DEFAULTS if getattr(self, name) != getattr(given, name)]
         flags = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in changed]
-        return [f"on a GPU, where nothing else is given: {', '.join(flags)}"] if flags else []
+        where = "on a GPU" if self.tp_size == 1 else "with several ranks"
+        return [f"{where}, where nothing else is given: {', '.join(flags)}"] if flags else []
 
     @property
     def largest_captured_batch(self) -> int:

@@ -95,6 +95,10 @@ class EngineFailedError(EngineStoppedError):
     """The engine failed while this request was on its way to it."""
 
 
+class RankLostError(SpecmambaError):
+    """A process that has a part of the model has ended, or has stopped: nothing can be computed without it."""
+
+
 class GrammarError(SpecmambaError):
     """A text cannot go on within its grammar.
 

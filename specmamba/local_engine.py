@@ -19,6 +19,7 @@ from specmamba.core import RequestOutput
 from specmamba.engine.channels import EngineRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.loading import process_threads
+from specmamba.engine.mirror.start import build_engine
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
 from specmamba.flags.keywords import config_of, in_keywords
@@ -217,7 +218,7 @@ class LocalEngine:
 def _build(config: EngineConfig) -> Engine:
     """The engine; errors that speak of flags speak of keywords here."""
     try:
-        return Engine(config)
+        return build_engine(config)
     except SpecmambaError as error:
         in_keywords(error)
         raise

@@ -217,6 +217,9 @@ class FakeEngine:
         self.running[request_id] = _Running(list(prompt_token_ids), params)
         self.num_added += 1
 
+    def when_lost(self, callback: Callable[[Exception], None]) -> None:
+        """Nothing is lost."""
+
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None):
             self.aborted.append(request_id)

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestEr
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
 from specmamba.models.text.tokenizer import Detokenizer
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.processes.unused_memory import return_freed_memory
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
@@ -66,7 +67,9 @@ class Engine:
         SpecmambaError: the configuration, the checkpoint or the memory does not allow to start.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks = ONE_RANK) -> None:
+        """Load the model; ``ranks``: that share it, each with an engine that gets the same calls."""
+        self.ranks = ranks
         try:
             self._load(config)
         except Exception as error:
@@ -79,17 +82,17 @@ class Engine:
         given = config
         self.config = config = config.on_device(self.device.type)
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
-        budget = int(free_memory(self.device) * config.mem_fraction_static)
+        budget = self._memory_budget(config)
         require_target(folder)
         require_disk_folder(config)  # before what takes long
         self.tokenizer = load_tokenizer(folder, config.skip_tokenizer_init)
         with torch.inference_mode():
-            self.models = load_models(folder, config, self.device)
+            self.models = load_models(folder, config, self.device, ranks=self.ranks)
             self.model = self.models.target
             self.vocab_size = self.model.target.vocab_size
             self.eos_token_ids = self.model.eos_token_ids
             self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size)
-            weight_bytes = self.models.weight_bytes
+            weight_bytes = -self.ranks.smallest(-self.models.weight_bytes)
             self.memory_plan = plan_memory(
                 config,
                 self.model.cache_shape,
@@ -100,11 +103,14 @@ class Engine:
                 budget,
                 weight_bytes,
             )
+            self.ranks.agree("the memory that they plan", repr(self.memory_plan))
         # outside of inference mode: an abort, which runs outside of a step, writes these tensors
         self.pools = Pools(self.model.cache_shape, self.vocab_size, self.memory_plan, self.device)
         drafter = self.make_drafter(self.draft_plan, config)
         self.constraints = Constraints(self.vocab_size)
-        self.runner = Runner(self.model.target, self.pools, drafter, self.device, AcceptPolicy(), self.constraints)
+        self.runner = Runner(
+            self.model.target, self.pools, drafter, self.device, AcceptPolicy(), self.constraints, self.ranks
+        )
         self.cache_manager = build_cache_manager(config, self.model, self.pools)
         self.scheduler = Scheduler(self.cache_manager, SchedulerLimits.of(config, self.draft_plan.num_lookahead_slots))
         self.context_length = self.memory_plan.context_length
@@ -119,9 +125,10 @@ class Engine:
         return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.runner.graph_runner = build_graph_runner(
-            config, self.pools, self.memory_plan, self.device, self.num_threads
-        )
+        if self.ranks.size == 1:  # exchanges between ranks are captured nowhere
+            self.runner.graph_runner = build_graph_runner(
+                config, self.pools, self.memory_plan, self.device, self.num_threads
+            )
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
@@ -135,8 +142,14 @@ class Engine:
             lambda: identity_of(config, folder, self.models, self.draft_plan),
         )
         graph_lines += [] if tiers is None else tiers.describe_lines()
+        graph_lines += [] if self.ranks.size == 1 else [f"{self.ranks.size} ranks share the model: sizes are of one"]
         for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
+
+    def _memory_budget(self, config: EngineConfig) -> int:
+        """Bytes for weights and pools, the same on all ranks: the smallest that one of them has."""
+        num_sharing = self.ranks.size if self.device.type == "cpu" else 1  # of the same memory
+        return self.ranks.smallest(int(free_memory(self.device) * config.mem_fraction_static) // num_sharing)
 
     def start_sizing(self) -> list[str]:
         """Let a sizer decide the size of drafts, if that is the plan; returns lines of the start-up report."""
@@ -307,10 +320,11 @@ class Engine:
             self.cache_manager.wait_for_tiers()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
-        ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
+        ready = self._ready(is_idle=not runs)
         deltas += [self._fail(request) for request in ready if request.grammar_error is not None]
         batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
         results = self.runner.step(batch) if batch else []
+        self._told_errors(batch)
         stepped = time.perf_counter()
         advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
         self._count_steps()
@@ -321,6 +335,13 @@ class Engine:
         if batch and self.runner.sizer is not None:
             self.runner.sizer.observe_rest(time.perf_counter() - stepped)
         return deltas
+
+    def _ready(self, is_idle: bool) -> list[Request]:
+        """The requests that can be verified now, and those whose grammars have failed; as ``Constraints.ready``."""
+        return self.constraints.ready(self.scheduler.verifying, is_idle)
+
+    def _told_errors(self, batch: Sequence[Request]) -> None:
+        """Let ranks agree which requests of a step cannot go on within their grammars; one rank has nothing to tell."""
 
     def _admit(self) -> list[OutputDelta]:
         """Admit waiting requests; returns the last deltas of those that end here."""
@@ -422,6 +443,9 @@ class Engine:
             self.device,
             () if graph_runner is None else graph_runner.buckets,
         )
+
+    def when_lost(self, callback: Callable[[Exception], None]) -> None:
+        """Call a function when a process is lost without which nothing can be computed; this engine needs none."""
 
     def close(self) -> None:
         """Drop all requests, and restore the number of threads that was set before this engine."""

@@ -26,6 +26,7 @@ from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
 from specmamba.models.text.no_tokenizer import NoTokenizer
 from specmamba.models.text.tokenizer import Tokenizer, has_tokenizer
 from specmamba.models.text.tokenizer_backend import OR_WITHOUT
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 
 logger = logging.getLogger("specmamba")
 
@@ -80,32 +81,41 @@ def require_target(folder: Path) -> None:
         )
 
 
-def load_models(folder: Path, config: EngineConfig, device: torch.device, only_shapes: bool = False) -> Models:
+def load_models(
+    folder: Path, config: EngineConfig, device: torch.device, only_shapes: bool = False, ranks: Ranks | None = None
+) -> Models:
     """Load the target in ``folder`` and the draft that the flags name.
 
     A draft that does not fit is refused before the target's weights are read. With ``only_shapes`` no weights are read
     (but for the token map of a draft head, and samples of its embedding to compare with the target's): nothing can run,
-    and all sizes are known.
+    and all sizes are known. ``ranks``: that share the models; None: with ``only_shapes`` those of ``--tp-size``, for
+    the sizes of one of them, else one.
 
     Raises:
         CheckpointError: a checkpoint is incomplete, damaged or inconsistent, or cannot be had.
         UnsupportedModelError: there is no model for an architecture.
-        ConfigError: the draft does not fit the target, or is not what the flags ask for.
+        ConfigError: the draft does not fit the target, or is not what the flags ask for; a model cannot be divided.
     """
+    ranks = ranks or (Ranks(0, config.tp_size) if only_shapes else ONE_RANK)
     path = config.speculative_draft_model_path
     if path is None:
-        return _load(folder, None, config, device, only_shapes)
+        return _load(folder, None, config, device, only_shapes, ranks)
     with _naming_the_draft(path):
         draft_folder = _resolve_draft(path, config.speculative_draft_model_revision)
-    shapes = _load(folder, draft_folder, config, device, only_shapes=True)
+    shapes = _load(folder, draft_folder, config, device, only_shapes=True, ranks=ranks)
     plan_drafts(config, shapes.draft_kind, shapes.target.target.vocab_size)
     if shapes.draft is not None:
         _require_same_tokenizer(folder, draft_folder, config.skip_tokenizer_init)
-    return shapes if only_shapes else _load(folder, draft_folder, config, device, only_shapes=False)
+    return shapes if only_shapes else _load(folder, draft_folder, config, device, False, ranks)
 
 
 def _load(
-    folder: Path, draft_folder: Path | None, config: EngineConfig, device: torch.device, only_shapes: bool
+    folder: Path,
+    draft_folder: Path | None,
+    config: EngineConfig,
+    device: torch.device,
+    only_shapes: bool,
+    ranks: Ranks,
 ) -> Models:
     dtype = choose_dtype(folder, config.dtype)
     _require_codes(config, dtype, device)
@@ -118,6 +128,7 @@ def _load(
         keeps_codes=config.quantization == "auto" and linear.runs_codes(device, dtype),
         draft_keeps_codes=_draft_keeps_codes(config) and linear.runs_codes(device, dtype),
         layout_device_type=device.type,
+        ranks=ranks,
     )
     target = _keeping_states(load_model(folder, options), config, device)
     looks = config.speculative_algorithm not in ("none", "ngram")
@@ -291,7 +302,7 @@ def set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -
     lot when a server or a client wants its core. The threads of a replay hand over in less than a microsecond: two
     gain from ``SHARED_MODEL_BYTES`` on; more were not measured.
     """
-    most = process_threads()
+    most = max(1, process_threads() // (config.tp_size if device.type == "cpu" else 1))  # ranks share the cores
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
         return config.num_threads

@@ -137,6 +137,7 @@ class Request:
     spare_ends: set[int] = field(default_factory=set)  # likewise, where the first text of its kind may be left
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
     follower: GrammarFollower | None = None  # follows the output through its grammar
+    told_error: GrammarError | None = None  # of its grammar, from rank 0, which alone follows it
     predicted: PredictedText | None = None  # that the output may repeat
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
     tier_wish: TierWish = field(default_factory=TierWish)
@@ -159,7 +160,7 @@ class Request:
     @property
     def grammar_error(self) -> GrammarError | None:
         """Why the request cannot go on within its grammar; None: it can."""
-        return None if self.follower is None else self.follower.error
+        return self.told_error if self.follower is None else self.follower.error
 
     @property
     def num_tokens(self) -> int:

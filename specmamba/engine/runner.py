@@ -29,11 +29,13 @@ from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.sampling_params import SamplingBatch
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.probe import StepProbe
 from specmamba.verify.result import StepOutput, StepResult, known_token_logprobs
+from specmamba.verify.same_step import RankVerifier
 from specmamba.verify.step import Drafts, Verifier
 
 
@@ -48,11 +50,13 @@ class Runner:
         device: torch.device,
         policy: AcceptPolicy,
         constraints: Constraints,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.target, self.drafter, self.pools = target, drafter, pools
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
         self.probe = StepProbe(device)
-        self.verifier = Verifier(target, pools, policy, self.probe)
+        parts = target, pools, policy, self.probe
+        self.verifier = Verifier(*parts) if ranks.size == 1 else RankVerifier(*parts, ranks)
         self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of each view in every step
         self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints

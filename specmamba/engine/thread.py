@@ -178,6 +178,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build_engine()
+            engine.when_lost(self._fail_soon)
             constants = EngineConstants(
                 engine.tokenizer,
                 engine.context_length,
@@ -196,6 +197,15 @@ class EngineThread:
         except BaseException as error:  # noqa: BLE001 -- clients wait for answers after any exception
             self._fail(error)
         self._end(engine)
+
+    def _fail_soon(self, error: Exception) -> None:
+        """Fail between two steps, also where no request runs; for a thread that sees that the engine cannot go on."""
+
+        def fail(_: Engine) -> None:
+            raise error
+
+        with suppress(EngineStoppedError):
+            self._commands.put(fail, must_succeed=True)
 
     def _fail(self, error: BaseException) -> None:
         if self._failed is None:

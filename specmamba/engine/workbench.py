@@ -38,6 +38,9 @@ class Workbench:
     """
 
     def __init__(self, engine: Engine) -> None:
+        """Use an engine. Raises ConfigError where other ranks, which this does not reach, share its model."""
+        if engine.ranks.size > 1:
+            raise ConfigError(f"--tp-size {engine.ranks.size}: tools change and measure engines of one process")
         self._engine = engine
         self._kept: dict[tuple[str, str], Drafter] = {}  # by flags and plan: drafters whose steps have been captured
         self._sizers: dict[tuple[str, str], DraftSizer | None] = {}  # by the same: what they have learned

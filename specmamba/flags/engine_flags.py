@@ -20,6 +20,7 @@ class EngineFlags(TypedDict, total=False):
     quantization_group_size: Literal[32, 64, 128]
     device: Literal["auto", "cpu", "cuda"]
     num_threads: int | None
+    tp_size: int
     seed: int
     context_length: int | None
     max_running_requests: int

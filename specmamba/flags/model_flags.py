@@ -88,6 +88,12 @@ class ModelFlags(CommandLine):
         int | None,
         Field(ge=1, le=1024, description="CPU threads; none: all cores, or one where a second gains nothing"),
     ] = None
+    tp_size: Annotated[
+        int,
+        Field(
+            ge=1, le=64, description="processes that share the model, each with a part of every layer (docs/scaling.md)"
+        ),
+    ] = 1
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the requests that bring no seed of their own")] = 0
 
     context_length: Annotated[
@@ -200,19 +206,19 @@ class ModelFlags(CommandLine):
 
     @model_validator(mode="after")
     def _cache_and_graphs_fit(self) -> Self:
-        if (problem := _prefix_cache_problem(self) or _graph_problem(self)) is not None:
+        if (problem := _prefix_cache_problem(self) or _graph_problem(self) or _rank_problem(self)) is not None:
             raise ValueError(problem)
         return self
 
     def on_device(self, device_type: str) -> Self:
         """Return the flags for a device: on a GPU, those that were not given have the defaults of a GPU.
 
-        A second call changes nothing.
+        Several ranks have drafts of fixed sizes anywhere. A second call changes nothing.
         """
-        if device_type != "cuda":
-            return self
-        assumed = GPU_DEFAULTS.keys() & type(self).model_fields.keys() - self.model_fields_set
-        return self.model_copy(update={name: GPU_DEFAULTS[name] for name in assumed})
+        defaults = GPU_DEFAULTS if device_type == "cuda" else {}
+        defaults = defaults if self.tp_size == 1 else {**defaults, "speculative_adaptive": "off"}
+        assumed = defaults.keys() & type(self).model_fields.keys() - self.model_fields_set
+        return self.model_copy(update={name: defaults[name] for name in assumed}) if assumed else self
 
 
 def _prefix_cache_problem(config: ModelFlags) -> str | None:
@@ -241,6 +247,21 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
     if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):
         return "--schedule-max-overtakes needs --schedule-policy lpm"
+    return None
+
+
+def _rank_problem(config: ModelFlags) -> str | None:
+    """Return what is wrong with the flags of several ranks, likewise."""
+    if config.tp_size == 1:
+        return None
+    ranks, fields = f"--tp-size {config.tp_size}", type(config).model_fields
+    of_tiers = [name for name in fields if name.startswith(("hicache_", "enable_hierarchical_cache"))]
+    if given := [f"--{name.replace('_', '-')}" for name in of_tiers if getattr(config, name) != fields[name].default]:
+        return f"{', '.join(given)}: prefixes below the pools need one process: drop it, or {ranks}"
+    if config.cuda_graph_max_bs is not None:
+        return f"--cuda-graph-max-bs: steps of several ranks are not captured: drop it, or {ranks}"
+    if "speculative_adaptive" in config.model_fields_set and getattr(config, "speculative_adaptive", "off") == "auto":
+        return f"--speculative-adaptive auto: drafts of several ranks have fixed sizes: drop it, or {ranks}"
     return None
 
 

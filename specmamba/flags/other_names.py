@@ -34,7 +34,8 @@ class Fixed:
     is_switch: bool = False
 
 
-_ONE_DEVICE = "a model runs on one device here"
+_WHOLE_LAYERS = "there is one pipeline here: --tp-size divides every layer"
+_ONE_REPLICA = "a server has one copy of a model here: start a server for each"
 _OWN_TOKENIZER = "the tokenizer is the one in the model's folder: put its files there, or give --skip-tokenizer-init"
 _NO_SWAP = (
     "nothing is moved between memories here: choose smaller weights (--quantization) or pools (--max-total-tokens)"
@@ -51,13 +52,12 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "enforce_eager": Renamed("disable_cuda_graph", is_switch=True),
     "mamba_ssm_cache_dtype": Renamed("mamba_ssm_dtype", unset=("auto",)),
     "random_seed": Renamed("seed"),
-    "tensor_parallel_size": Fixed((1,), _ONE_DEVICE),
-    "tp_size": Fixed((1,), _ONE_DEVICE),
-    "tp": Fixed((1,), _ONE_DEVICE),
-    "pipeline_parallel_size": Fixed((1,), _ONE_DEVICE),
-    "pp_size": Fixed((1,), _ONE_DEVICE),
-    "data_parallel_size": Fixed((1,), f"{_ONE_DEVICE}: start a server for each"),
-    "dp_size": Fixed((1,), f"{_ONE_DEVICE}: start a server for each"),
+    "tensor_parallel_size": Renamed("tp_size"),
+    "tp": Renamed("tp_size"),
+    "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),
+    "pp_size": Fixed((1,), _WHOLE_LAYERS),
+    "data_parallel_size": Fixed((1,), _ONE_REPLICA),
+    "dp_size": Fixed((1,), _ONE_REPLICA),
     "trust_remote_code": Fixed(
         (False,), "no code of a checkpoint is run here; specmamba info says which architectures there are", True
     ),
@@ -204,7 +204,7 @@ def _parts_of_draft(value: object) -> tuple[dict[str, Any], str]:
     asked = {key: part for key, part in mapping_of_draft(value).items() if part is not None}
     method = asked.pop("method", None)
     if not _is_same(asked.pop("draft_tensor_parallel_size", 1), 1):
-        raise ConfigError(f"{flag}: draft_tensor_parallel_size: {_ONE_DEVICE}")
+        raise ConfigError(f"{flag}: draft_tensor_parallel_size: drafts are divided as the model is: leave it out")
     if unknown := [key for key in asked if key not in SPECULATIVE_FIELDS]:
         known = ", ".join(["method", *SPECULATIVE_FIELDS])
         raise ConfigError(f"{flag}: there is no {unknown[0]!r} here: it may have {known}")

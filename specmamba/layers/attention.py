@@ -8,13 +8,13 @@ from torch import Tensor
 
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import LayerContext
-from specmamba.layers.primitives import Linear, RMSNorm
+from specmamba.layers.primitives import DividedRMSNorm, Linear, RMSNorm
 
 
 class NormedProjection:
     """A projection whose first parts are normed, each as one row over all of its heads."""
 
-    def __init__(self, project: Linear, norms: Sequence[RMSNorm]) -> None:
+    def __init__(self, project: Linear, norms: Sequence[RMSNorm | DividedRMSNorm]) -> None:
         """norms: of the first parts of the product, in their order; the width of each is that of its weight."""
         self._project, self._norms = project, tuple(norms)
 

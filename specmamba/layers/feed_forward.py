@@ -19,6 +19,7 @@ from specmamba.kernels.moe import Routing
 from specmamba.kernels.native import library
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 
 
 class Router(Protocol):
@@ -135,6 +136,7 @@ class Experts:
         form: WeightForm = "plain",
         dtype: torch.dtype | None = None,
         layout: torch.device | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Hold the matrices of all experts.
 
@@ -146,7 +148,9 @@ class Experts:
             form: how matrices that are not quantized are stored.
             dtype: of inputs, where matrices are quantized.
             layout: the device whose sizes are meant, where matrices have no values.
+            ranks: each of which has some of the I.
         """
+        self._ranks = ranks
         self.num_experts, self.device = up.shape[0], up.device
         if self.device.type == "cpu":
             library.preload()
@@ -158,7 +162,7 @@ class Experts:
         """Sum the weighted outputs of each token's experts: [T, H] -> [T, H]."""
         pairs, groups = moe.dispatch(x, routing.experts, self.num_experts)
         inner = self._activation(self._up(pairs, groups))
-        return moe.combine(self._down(inner, groups), groups, routing.weights)
+        return self._ranks.all_reduce(moe.combine(self._down(inner, groups), groups, routing.weights))
 
 
 class MoE:

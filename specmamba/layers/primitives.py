@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,6 +14,7 @@ from specmamba.cache.shapes import StateShape
 from specmamba.kernels import linear, rowwise
 from specmamba.kernels.linear import Matrix, PackedCodes, WeightForm
 from specmamba.kernels.native import library
+from specmamba.parallel.ranks import Ranks
 
 W = TypeVar("W")
 
@@ -53,6 +54,32 @@ class Linear:
         return y if self._bias is None else y.add_(self._bias)
 
 
+class SummedLinear(Linear):
+    """A product of which every rank has some of the inputs: the ranks' results are added up, and the bias once."""
+
+    def __init__(self, made: Linear, bias: Tensor | None, ranks: Ranks) -> None:
+        """made: of this rank's inputs, without bias; bias: [out]."""
+        self.product, self._bias, self._ranks = made.product, bias, ranks
+        self.nbytes = made.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [..., own in]: [..., out], the same on every rank."""
+        y = self._ranks.all_reduce(self.product(x))
+        return y if self._bias is None else y.add_(self._bias)
+
+
+class GatheredLinear(Linear):
+    """A product of which every rank has some of the outputs: they are joined on all ranks."""
+
+    def __init__(self, made: Linear, widths: tuple[int, ...], ranks: Ranks) -> None:
+        """made: of this rank's outputs, without bias; widths: outputs of every rank."""
+        self.product, self.nbytes, self._widths, self._ranks = made.product, made.nbytes, widths, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [..., in]: [..., out], the same on every rank."""
+        return self._ranks.all_gather(self.product(x), self._widths)
+
+
 class Embedding:
     """Vectors of tokens: rows of a table, or of a matrix in codes, which an output head may multiply by too."""
 
@@ -89,6 +116,34 @@ class RMSNorm:
         return rowwise.rms_norm(x, self.weight, self._eps)
 
 
+class DividedRMSNorm:
+    """RMS norm in groups of channels that several ranks have parts of: they add up their sums of squares."""
+
+    def __init__(
+        self, weight: Tensor, eps: float, groups: Tensor, num_groups: int, group_size: int, ranks: Ranks
+    ) -> None:
+        """Make the norm of this rank's channels.
+
+        Args:
+            weight: [D], of this rank's channels.
+            eps: added to the mean of the squares.
+            groups: [D] int64, the group of every one of them.
+            num_groups: on all ranks.
+            group_size: channels of a group, counted on every rank that has them.
+            ranks: that have the channels.
+        """
+        self.weight, self._eps, self._ranks = weight.float(), eps, ranks
+        self._groups, self._num_groups = groups.to(weight.device), num_groups
+        self._scale = 1.0 / group_size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm [..., D] in float32, rounded to x's dtype; gives the same shape."""
+        wide = x.float()
+        sums = wide.new_zeros((*x.shape[:-1], self._num_groups)).index_add_(-1, self._groups, wide.square())
+        means = self._ranks.all_reduce(sums).mul_(self._scale)
+        return (wide * (means + self._eps).rsqrt().index_select(-1, self._groups) * self.weight).to(x.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class RotaryAngles:
     """Cosines and sines of one forward's positions, each [B, L, 1, rotary_dim]."""
@@ -113,7 +168,9 @@ class Rotary:
 class RecurrentLayer(Generic[W]):
     """The projections of a recurrent layer, and the weights of the operators between them."""
 
-    def __init__(self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: W) -> None:
+    def __init__(
+        self, state_layer: int, shape: StateShape, project: Linear, out: Callable[[Tensor], Tensor], weights: W
+    ) -> None:
         """Make the layer from its projections and weights.
 
         Args:

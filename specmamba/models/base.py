@@ -12,6 +12,7 @@ from specmamba.cache.shapes import CacheShape
 from specmamba.checkpoints.quantized.stored_report import NOTHING_STORED, StoredReport
 from specmamba.kernels.linear import WeightForm
 from specmamba.layers.context import ForwardContext
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 
 DraftAlgorithm = Literal["mtp", "eagle", "eagle3"]
 DraftKind = DraftAlgorithm | Literal["draft-model"]
@@ -29,6 +30,7 @@ class LoadOptions:
     keeps_codes: bool = False  # matrices that the checkpoint stores quantized stay in their codes
     draft_keeps_codes: bool = False  # the same for a draft
     layout_device_type: str = "cpu"  # where ``device`` is "meta": the type of device whose layout of weights is assumed
+    ranks: Ranks = ONE_RANK  # that share the model; this process gets the part of its rank
 
     @property
     def layout_device(self) -> torch.device:

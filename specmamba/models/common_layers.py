@@ -17,6 +17,7 @@ from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import GatedMLP
 from specmamba.layers.primitives import Linear
 from specmamba.models.weights import Weights, scaled
+from specmamba.parallel.share import Segment, Share
 
 # What transformers calls the kinds of layers. Older configs say "mamba" and "attention"; it translates them.
 RECURRENT, ATTENTION = "linear_attention", "full_attention"
@@ -62,6 +63,20 @@ class Heads:
     def width(self) -> int:
         """Numbers in all query heads of one token."""
         return self.num_query_heads * self.head_dim
+
+    @property
+    def query_segment(self) -> Segment:
+        """The rows of the queries in a projection; the columns of the output projection too."""
+        return Segment("query heads", self.num_query_heads, self.head_dim)
+
+    @property
+    def key_segment(self) -> Segment:
+        """The rows of the keys in a projection, and of the values. More ranks than heads have the same heads."""
+        return Segment("key heads", self.num_key_heads, self.head_dim, "repeated")
+
+    def of_rank(self, share: Share) -> Heads:
+        """The heads that a rank has. Raises ConfigError: they cannot be divided among the ranks."""
+        return Heads(share.count(self.query_segment), share.count(self.key_segment), self.head_dim)
 
     def kv_shapes(self, num_layers: int) -> tuple[KVShape, ...]:
         """The KV of so many layers with these heads, for ``CacheShape.kv``."""
@@ -122,16 +137,14 @@ def attention_layer(
     """
     hidden, dim = weights.config.hidden_size, heads.head_dim
     in_scale, key_scale, out_scale = scales or AttentionScales()
-    key_width = heads.num_key_heads * dim
-    parts = {"q_proj": (heads.width, 1.0), "k_proj": (key_width, key_scale), "v_proj": (key_width, 1.0)}
-    norm = None if norm_eps is None else head_norms(weights, prefix, heads, names=names.norms)
+    queries, keys, own = heads.query_segment, heads.key_segment, heads.of_rank(weights.share)
+    parts = {"q_proj": (queries, 1.0), "k_proj": (keys, key_scale), "v_proj": (keys, 1.0)}
+    norm = None if norm_eps is None else head_norms(weights, prefix, own, names=names.norms)
     project = one_product(weights, prefix, parts, width or hidden, has_bias, in_scale)
     out_bias = has_bias if has_out_bias is None else has_out_bias
-    out = weights.take_linear(f"{prefix}{names.out}", hidden, heads.width, out_bias, out_scale)
+    out = weights.take_linear(f"{prefix}{names.out}", hidden, heads.width, out_bias, out_scale, inputs=[queries])
     scale = dim**-0.5 if score_scale is None else score_scale
-    form = paged_attention.AttentionConfig(
-        heads.num_query_heads, heads.num_key_heads, dim, scale, norm, norm_eps or 0.0
-    )
+    form = paged_attention.AttentionConfig(own.num_query_heads, own.num_key_heads, dim, scale, norm, norm_eps or 0.0)
     return Attention(kv_layer, project, out, form, has_rotary)
 
 
@@ -147,7 +160,7 @@ def head_norms(
     Args:
         weights: of the model.
         prefix: ends in a dot.
-        heads: of the layer.
+        heads: of this rank.
         offset: added to the stored weights; 1 for families that store w - 1.
         names: of the two norms, behind the prefix.
 
@@ -183,29 +196,37 @@ def gated_mlp(
     Raises:
         CheckpointError: a tensor is missing or misshapen.
     """
-    hidden, (gate, up, down) = weights.config.hidden_size, names
-    gate_up = one_product(weights, prefix, {gate: (inner, gate_scale), up: (inner, 1.0)}, hidden, has_bias)
-    return GatedMLP(gate_up, weights.take_linear(f"{prefix}{down}", hidden, inner, has_bias, down_scale))
+    hidden, (gate, up, down), channels = weights.config.hidden_size, names, mlp_segment(inner)
+    gate_up = one_product(weights, prefix, {gate: (channels, gate_scale), up: (channels, 1.0)}, hidden, has_bias)
+    out = weights.take_linear(f"{prefix}{down}", hidden, inner, has_bias, down_scale, inputs=[channels])
+    return GatedMLP(gate_up, out)
+
+
+def mlp_segment(inner: int) -> Segment:
+    """The channels between the projections of a feed-forward layer; any division is right."""
+    return Segment("channels between the projections of an MLP", inner, 1, "uneven")
 
 
 def one_product(
     weights: Weights,
     prefix: str,
-    parts: Mapping[str, tuple[int, float]],
+    parts: Mapping[str, tuple[Segment, float]],
     width: int,
     has_bias: bool,
     in_scale: float = 1.0,
 ) -> Linear:
-    """Join projections of the same input [width] to one layer; ``parts``: output size and output factor by name.
+    """Join projections of the same input [width] to one layer; ``parts``: outputs and output factor by name.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
+        ConfigError: the outputs cannot be divided among the ranks.
     """
     matrices, biases = [], []
-    for name, (size, scale) in parts.items():
-        matrices.append(scaled(weights.take_matrix(f"{prefix}{name}.weight", size, width), in_scale * scale))
+    for name, (segment, scale) in parts.items():
+        matrix = weights.part(weights.take_matrix(f"{prefix}{name}.weight", segment.size, width), segment)
+        matrices.append(scaled(matrix, in_scale * scale))
         if has_bias:
-            biases.append(scaled(weights.take(f"{prefix}{name}.bias", size), scale))
+            biases.append(scaled(weights.part(weights.take(f"{prefix}{name}.bias", segment.size), segment), scale))
     return weights.linear(matrices, torch.cat(biases) if has_bias else None)
 
 

@@ -35,6 +35,7 @@ from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import Heads
 from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
+from specmamba.models.rank_shapes import own_kv
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,7 +92,7 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
         reader.finish(ignore=(*NOT_READ, *rotary))  # old programs stored frequencies, which follow from the config
     if isinstance(head, Eagle3Head) and head.target_layers:
         body.read_features(head.target_layers)
-    kv = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    kv = own_kv(KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim), weights.share)
     shape = target.cache_shape
     return replace(
         target,

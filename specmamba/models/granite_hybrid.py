@@ -18,6 +18,7 @@ from specmamba.models.common_layers import (
     RECURRENT,
     Heads,
     attention_layer,
+    mlp_segment,
     number_layers,
     require_experts,
     require_layer_types,
@@ -93,9 +94,10 @@ class GraniteWeights(Weights):
     def feed_forward(self, prefix: str) -> Layer:
         """The MLP that every token has; in models with experts, together with them."""
         c, hidden, inner = self.config, self.config.hidden_size, self.config.shared_intermediate_size
+        channels = mlp_segment(inner)
         shared = GatedMLP(
-            self.take_linear(f"{prefix}shared_mlp.input_linear", 2 * inner, hidden),
-            self.take_linear(f"{prefix}shared_mlp.output_linear", hidden, inner),
+            self.take_linear(f"{prefix}shared_mlp.input_linear", 2 * inner, hidden, outputs=[channels, channels]),
+            self.take_linear(f"{prefix}shared_mlp.output_linear", hidden, inner, inputs=[channels]),
         )
         if not c.num_local_experts:
             return shared

@@ -27,6 +27,7 @@ from specmamba.models.common_layers import (
     require_layer_types,
 )
 from specmamba.models.hybrid import Block, Layer
+from specmamba.models.rank_shapes import channel_segment, own_state
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
@@ -100,15 +101,14 @@ class Lfm2Weights(Weights):
     def short_conv(self, prefix: str, state_layer: int) -> Layer:
         """The gated short convolution."""
         shape, has_bias = self.state_shape, self.config.conv_bias
-        channels, float32 = shape.conv_channels, torch.float32
-        conv = self.take(f"{prefix}conv.weight", channels, 1, shape.conv_width, dtype=float32)
-        weights = short_conv.Weights(
-            conv=conv.squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
-            conv_bias=self.take(f"{prefix}conv.bias", channels, dtype=float32) if has_bias else None,
-        )
-        project = self.take_linear(f"{prefix}in_proj", 3 * channels, channels, has_bias)
-        out = self.take_linear(f"{prefix}out_proj", channels, channels, has_bias)
-        return ShortConv(state_layer, shape, project, out, weights)
+        channels, segment, float32 = shape.conv_channels, channel_segment(shape), torch.float32
+        conv = self.part(self.take(f"{prefix}conv.weight", channels, 1, shape.conv_width, dtype=float32), segment)
+        bias = self.part(self.take(f"{prefix}conv.bias", channels, dtype=float32), segment) if has_bias else None
+        # the kernel reads the convolution by tap
+        weights = short_conv.Weights(conv=conv.squeeze(1).t().contiguous().t(), conv_bias=bias)
+        project = self.take_linear(f"{prefix}in_proj", 3 * channels, channels, has_bias, outputs=[segment] * 3)
+        out = self.take_linear(f"{prefix}out_proj", channels, channels, has_bias, inputs=[segment])
+        return ShortConv(state_layer, own_state(shape, self.share), project, out, weights)
 
     def feed_forward(self, layer: int, prefix: str) -> Layer:
         """The second half of a block."""

@@ -7,7 +7,7 @@ logits that transformers computes with ``residual_in_fp32``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
-from specmamba.errors import UnsupportedModelError
+from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.kernels import mamba2
 from specmamba.layers.mamba2 import Mamba2
-from specmamba.layers.primitives import Linear
+from specmamba.layers.primitives import DividedRMSNorm, Linear
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import require_silu
 from specmamba.models.hybrid import Block
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model, scaled
+from specmamba.parallel.share import Segment, Share
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,6 +73,17 @@ class Mamba2Config:
     dt_limit: Sequence[float] | None  # time steps are clamped to it, in decoding as in prefill; None: not at all
     has_norm: bool = True  # False: there is the gate alone
     norm_before_gate: bool = False
+
+    @property
+    def segments(self) -> StateSegments:
+        """What the tensors of a layer consist of."""
+        return StateSegments.of(self.shape, "Mamba2 groups", "Mamba2 heads")
+
+    @property
+    def inputs(self) -> tuple[Segment, ...]:
+        """The outputs of the input projection: gate, x, B, C, time steps."""
+        s = self.segments
+        return s.values, s.values, s.keys, s.keys, s.heads
 
     @classmethod
     def mamba(cls, config: Any, state_dim: int, num_heads: int, head_dim: int) -> Mamba2Config:
@@ -141,9 +154,10 @@ def mamba2_layer(
     Raises:
         CheckpointError: a tensor is missing or misshapen.
         UnsupportedModelError: the inner channels cannot be divided into ``norm_groups``, or ``dt_limit`` is no range.
+        ConfigError: the layer cannot be divided among the ranks.
     """
-    shape, float32 = config.shape, torch.float32
-    heads, inner = shape.num_value_heads, shape.num_value_heads * shape.value_dim
+    shape, segments, float32 = config.shape, config.segments, torch.float32
+    own, heads, inner = segments.own(shape, weights.share), shape.num_value_heads, segments.values.size
     if config.has_norm and inner % config.norm_groups:
         raise UnsupportedModelError(
             f"{inner} Mamba2 channels cannot be normed in {config.norm_groups} groups of one size"
@@ -152,26 +166,81 @@ def mamba2_layer(
     conv_bias = (
         weights.take(f"{prefix}conv1d.bias", shape.conv_channels, dtype=float32) if config.has_conv_bias else None
     )
-    a_log, dt_bias, skip = (weights.take(f"{prefix}{name}", heads, dtype=float32) for name in ("A_log", "dt_bias", "D"))
+    channels = segments.values, segments.keys, segments.keys
+    conv = weights.part(conv, *channels)
+    conv_bias = None if conv_bias is None else weights.part(conv_bias, *channels)
+    of_heads = (weights.take(f"{prefix}{name}", heads, dtype=float32) for name in ("A_log", "dt_bias", "D"))
+    a_log, dt_bias, skip = (weights.part(x, segments.heads) for x in of_heads)
+    norm = weights.take(f"{prefix}norm.weight", inner, dtype=float32) if config.has_norm else None
+    norm = None if norm is None else weights.part(norm, segments.values)
+    crosses = norm is not None and _crosses_ranks(config, weights.share)
     operands = mamba2.Weights(
         conv=conv.squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
         conv_bias=conv_bias,
         negative_a=-a_log.exp(),
         dt_bias=dt_bias,
         skip=skip,
-        norm=weights.take(f"{prefix}norm.weight", inner, dtype=float32) if config.has_norm else None,
+        norm=None if crosses else norm,
         norm_eps=config.norm_eps,
-        norm_groups=config.norm_groups,
+        norm_groups=_own_norm_groups(config, weights.share, crosses),
         norm_before_gate=config.norm_before_gate,
-        num_groups=shape.num_key_heads,
+        num_groups=own.num_key_heads,
         state_dim=shape.key_dim,
         head_dim=shape.value_dim,
         dt_limit=_time_step_range(config.dt_limit),
     )
     project = _mamba2_projection(weights, f"{prefix}in_proj", config, scales[0], channel_scale)
     hidden = weights.config.hidden_size
-    out = weights.take_linear(f"{prefix}out_proj", hidden, inner, config.has_out_bias, scales[1])
-    return Mamba2(state_layer, shape, project, out, operands)
+    values = segments.values
+    out: Callable[[Tensor], Tensor] = weights.take_linear(
+        f"{prefix}out_proj", hidden, inner, config.has_out_bias, scales[1], inputs=[values]
+    )
+    if crosses:
+        assert norm is not None
+        out = NormedInput(_divided_norm(weights, norm, config), out)
+    return Mamba2(state_layer, own, project, out, operands)
+
+
+class NormedInput:
+    """A projection whose input is normed."""
+
+    def __init__(self, norm: DividedRMSNorm, project: Callable[[Tensor], Tensor]) -> None:
+        self._norm, self._project = norm, project
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return self._project(self._norm(x))
+
+
+def _crosses_ranks(config: Mamba2Config, share: Share) -> bool:
+    """Whether groups of the gated norm have channels on several ranks.
+
+    Raises:
+        ConfigError: they have, and the gate comes behind the norm, inside of the operator that all ranks would wait in.
+    """
+    if share.size == 1 or config.norm_groups % share.size == 0:
+        return False
+    if config.norm_before_gate:
+        raise ConfigError(
+            f"--tp-size {share.size}: the model norms its Mamba2 channels in {config.norm_groups} groups before the "
+            f"gate, and they cannot be divided among {share.size} ranks: choose a number that divides "
+            f"{config.norm_groups}"
+        )
+    return True
+
+
+def _own_norm_groups(config: Mamba2Config, share: Share, crosses: bool) -> int:
+    """Groups that the operator norms this rank's channels in; without a norm it has one."""
+    if share.size == 1:
+        return config.norm_groups
+    return config.norm_groups // share.size if config.has_norm and not crosses else 1
+
+
+def _divided_norm(weights: Weights, norm: Tensor, config: Mamba2Config) -> DividedRMSNorm:
+    """The gated norm, behind the gate, of channels whose groups several ranks have parts of."""
+    size = config.segments.values.size // config.norm_groups
+    groups = weights.share.index([config.segments.values]) // size
+    return DividedRMSNorm(norm, config.norm_eps, groups, config.norm_groups, size, weights.ranks)
 
 
 def _mamba2_projection(
@@ -182,9 +251,11 @@ def _mamba2_projection(
     rows = shape.num_value_heads * (shape.value_dim + 1) + shape.conv_channels
     bias = weights.take(f"{name}.bias", rows) if config.has_in_bias else None
     weight = weights.take_matrix(f"{name}.weight", rows, weights.config.hidden_size)
+    weight = weights.part(weight, *config.inputs)
+    bias = None if bias is None else weights.part(bias, *config.inputs)
     if channel_scale is None:
         return weights.linear(scaled(weight, in_scale), bias)
-    factors = channel_scale.to(weights.options.device)
+    factors = weights.share.cut_tensor(channel_scale, config.inputs).to(weights.options.device)
     bias = None if bias is None else scaled(bias, factors)
     return weights.linear(scaled(weight, (factors * in_scale)[:, None]), bias)
 

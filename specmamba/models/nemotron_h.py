@@ -21,7 +21,14 @@ from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, MoE, SigmoidRouter, squared_relu
 from specmamba.layers.primitives import RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import ATTENTION, RECURRENT, Heads, attention_layer, number_layers
+from specmamba.models.common_layers import (
+    ATTENTION,
+    RECURRENT,
+    Heads,
+    attention_layer,
+    mlp_segment,
+    number_layers,
+)
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
 from specmamba.models.weights import Weights, loaded_model
@@ -139,9 +146,10 @@ class NemotronWeights(Weights):
         return attention_layer(self, prefix, kv_layer, self.heads, has_bias=has_bias, has_rotary=False)
 
     def mlp(self, prefix: str, inner: int) -> MLP:
-        c = self.config
-        up = self.take_linear(f"{prefix}up_proj", inner, c.hidden_size, c.mlp_bias)
-        return MLP(up, self.take_linear(f"{prefix}down_proj", c.hidden_size, inner, c.mlp_bias), self.activation)
+        c, channels = self.config, [mlp_segment(inner)]
+        up = self.take_linear(f"{prefix}up_proj", inner, c.hidden_size, c.mlp_bias, outputs=channels)
+        down = self.take_linear(f"{prefix}down_proj", c.hidden_size, inner, c.mlp_bias, inputs=channels)
+        return MLP(up, down, self.activation)
 
     def moe(self, prefix: str) -> MoE:
         c, num_experts, inner = self.config, self.config.n_routed_experts, self.config.moe_intermediate_size

@@ -19,7 +19,7 @@ from specmamba.kernels import delta_net, paged_attention
 from specmamba.layers.attention import Attention, NormedProjection
 from specmamba.layers.context import LayerContext
 from specmamba.layers.gated_delta_net import GatedDeltaNet
-from specmamba.layers.primitives import RMSNorm
+from specmamba.layers.primitives import DividedRMSNorm, RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import (
     ATTENTION,
@@ -33,7 +33,9 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, Layer
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model
+from specmamba.parallel.share import Segment
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,6 +102,7 @@ class OlmoWeights(Weights):
             value_dim=config.linear_value_head_dim,
             conv_width=config.linear_conv_kernel_dim,
         )
+        self.segments = StateSegments.of(self.state_shape, "linear key heads", "linear value heads")
 
     def block(self, prefix: str, kind: str, index: int) -> Block:
         """A mixer, then an MLP. ``index``: the mixer's place in the pool of its kind."""
@@ -118,37 +121,51 @@ class OlmoWeights(Weights):
 
     def attention(self, prefix: str, kv_layer: int) -> Attention:
         """Attention whose queries are normed as one row, and so are its keys."""
-        c, heads = self.config, self.heads
-        num_q, num_kv, dim, has_bias = heads.num_query_heads, heads.num_key_heads, heads.head_dim, c.attention_bias
-        widths = {"q": num_q * dim, "k": num_kv * dim, "v": num_kv * dim}
-        parts = {f"{name}_proj": (width, 1.0) for name, width in widths.items()}
+        c, heads, own = self.config, self.heads, self.heads.of_rank(self.share)
+        dim, has_bias, queries, keys = heads.head_dim, c.attention_bias, heads.query_segment, heads.key_segment
+        parts = {f"{name}_proj": (segment, 1.0) for name, segment in {"q": queries, "k": keys, "v": keys}.items()}
         product = one_product(self, prefix, parts, c.hidden_size, has_bias)
-        norms = [self.norm(f"{prefix}{name}_norm.weight", widths[name], c.rms_norm_eps) for name in ("q", "k")]
-        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, heads.width, has_bias)
-        form = paged_attention.AttentionConfig(num_q, num_kv, dim, dim**-0.5)
+        norms = [self.row_norm(f"{prefix}{name}_norm.weight", of) for name, of in {"q": queries, "k": keys}.items()]
+        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, heads.width, has_bias, inputs=[queries])
+        form = paged_attention.AttentionConfig(own.num_query_heads, own.num_key_heads, dim, dim**-0.5)
         return Attention(kv_layer, NormedProjection(product, norms), out, form, self.has_rotary)
+
+    def row_norm(self, name: str, segment: Segment) -> RMSNorm | DividedRMSNorm:
+        """The norm of all heads of a segment as one row, which several ranks may have parts of."""
+        norm = self.norm(name, segment.size, self.config.rms_norm_eps)
+        if self.share.size == 1:
+            return norm
+        weight = self.part(norm.weight, segment)
+        one_row = torch.zeros(len(weight), dtype=torch.int64), 1
+        counted = segment.size * self.share.copies(segment)
+        return DividedRMSNorm(weight, self.config.rms_norm_eps, *one_row, counted, self.ranks)
 
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
         """The recurrent layer."""
-        c, s = self.config, self.state_shape
-        key, value = s.num_key_heads * s.key_dim, s.num_value_heads * s.value_dim
-        a_log, dt_bias = (
+        c, s, of = self.config, self.state_shape, self.segments
+        own = of.own(s, self.share)
+        of_heads = (
             self.take(f"{prefix}{name}", s.num_value_heads, dtype=torch.float32) for name in ("A_log", "dt_bias")
         )
+        a_log, dt_bias = (self.part(x, of.heads) for x in of_heads)
+        conv = self.part(convolution_by_tap(self, prefix, s), *of.convolved)
         weights = delta_net.Weights(
-            conv=convolution_by_tap(self, prefix, s),
+            conv=conv.t().contiguous().t(),  # the kernel reads it by tap
             negative_a=-a_log.exp(),
             dt_bias=dt_bias,
             norm=self.take(f"{prefix}o_norm.weight", s.value_dim, dtype=torch.float32),
             norm_eps=OUT_NORM_EPS,
-            num_key_heads=s.num_key_heads,
+            num_key_heads=own.num_key_heads,
             key_dim=s.key_dim,
             step_scale=2.0 if c.linear_allow_neg_eigval else 1.0,
         )
-        sizes = {"q": key, "k": key, "v": value, "g": value, "b": s.num_value_heads, "a": s.num_value_heads}
-        parts = [self.take_matrix(f"{prefix}{x}_proj.weight", size, c.hidden_size) for x, size in sizes.items()]
-        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, value)
-        return GatedDeltaNet(state_layer, s, self.linear(parts[:4], gates=parts[4:]), out, weights)
+        outputs = {"q": of.keys, "k": of.keys, "v": of.values, "g": of.values, "b": of.heads, "a": of.heads}
+        parts = [
+            self.part(self.take_matrix(f"{prefix}{name}_proj.weight", segment.size, c.hidden_size), segment)
+            for name, segment in outputs.items()
+        ]
+        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, of.values.size, inputs=[of.values])
+        return GatedDeltaNet(state_layer, own, self.linear(parts[:4], gates=parts[4:]), out, weights)
 
 
 def _refuse_variants(config: Any) -> None:

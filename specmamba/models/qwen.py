@@ -33,6 +33,7 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model, reordered
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class QwenWeights(Weights):
             value_dim=config.linear_value_head_dim,
             conv_width=config.linear_conv_kernel_dim,
         )
+        self.segments = StateSegments.of(self.state_shape, "linear key heads", "linear value heads")
 
     def one_plus_norm(self, name: str) -> RMSNorm:
         """The norm over the whole width whose stored weight is w - 1."""
@@ -158,11 +160,14 @@ class QwenWeights(Weights):
         # the checkpoint interleaves each head's query with its gate
         q_and_gate = self.take_matrix(f"{prefix}q_proj.weight", 2 * num_q * dim, c.hidden_size)
         rows = [x.flatten() for x in torch.arange(2 * num_q * dim).view(num_q, 2, dim).unbind(1)]
-        q, gate = (reordered(q_and_gate, of_part) for of_part in rows)
-        k, v = (self.take_matrix(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
-        norm = head_norms(self, prefix, self.heads, offset=1.0)
-        form = paged_attention.AttentionConfig(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
-        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim, c.attention_bias)
+        queries, keys, own = self.heads.query_segment, self.heads.key_segment, self.heads.of_rank(self.share)
+        q, gate = (self.part(reordered(q_and_gate, of_part), queries) for of_part in rows)
+        taken = (self.take_matrix(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
+        k, v = (self.part(matrix, keys) for matrix in taken)
+        norm = head_norms(self, prefix, own, offset=1.0)
+        sizes = own.num_query_heads, own.num_key_heads, dim
+        form = paged_attention.AttentionConfig(*sizes, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
+        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim, c.attention_bias, inputs=[queries])
         bias = self.attention_bias(prefix, rows) if c.attention_bias else None
         return Attention(kv_layer, self.linear([q, k, v, gate], bias), out, form)
 
@@ -172,34 +177,40 @@ class QwenWeights(Weights):
         q_and_gate = self.take(f"{prefix}q_proj.bias", 2 * self.heads.width)
         k, v = (self.take(f"{prefix}{name}_proj.bias", num_kv * dim) for name in ("k", "v"))
         q, gate = (q_and_gate[of_part.to(q_and_gate.device)] for of_part in rows)
-        return torch.cat([q, k, v, gate])
+        queries, keys = self.heads.query_segment, self.heads.key_segment
+        return self.part(torch.cat([q, k, v, gate]), queries, keys, keys, queries)
 
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
         """The recurrent layer."""
-        s = self.state_shape
+        s, segments = self.state_shape, self.segments
+        own = segments.own(s, self.share)
         conv = self.take(f"{prefix}conv1d.weight", s.conv_channels, 1, s.conv_width, dtype=torch.float32)
-        a_log, dt_bias = (
+        conv = self.part(conv, *segments.convolved)
+        of_heads = (
             self.take(f"{prefix}{name}", s.num_value_heads, dtype=torch.float32) for name in ("A_log", "dt_bias")
         )
+        a_log, dt_bias = (self.part(x, segments.heads) for x in of_heads)
         weights = delta_net.Weights(
             conv=conv.squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
             negative_a=-a_log.exp(),
             dt_bias=dt_bias,
             norm=self.take(f"{prefix}norm.weight", s.value_dim, dtype=torch.float32),
             norm_eps=self.config.rms_norm_eps,
-            num_key_heads=s.num_key_heads,
+            num_key_heads=own.num_key_heads,
             key_dim=s.key_dim,
         )
-        out = self.take_linear(f"{prefix}out_proj", self.config.hidden_size, s.num_value_heads * s.value_dim)
-        return GatedDeltaNet(state_layer, s, self.delta_projection(prefix), out, weights)
+        values = segments.values
+        out = self.take_linear(f"{prefix}out_proj", self.config.hidden_size, values.size, inputs=[values])
+        return GatedDeltaNet(state_layer, own, self.delta_projection(prefix), out, weights)
 
     def delta_projection(self, prefix: str) -> Linear:
         """The input projection, in the order q, k, v, output gate, beta, decay."""
-        s = self.state_shape
-        sizes = {"qkv": s.conv_channels, "z": s.num_value_heads * s.value_dim}
-        sizes |= {"b": s.num_value_heads, "a": s.num_value_heads}
-        hidden = self.config.hidden_size
-        parts = [self.take_matrix(f"{prefix}in_proj_{x}.weight", size, hidden) for x, size in sizes.items()]
+        s, hidden = self.segments, self.config.hidden_size
+        outputs = {"qkv": s.convolved, "z": (s.values,), "b": (s.heads,), "a": (s.heads,)}
+        parts = []
+        for name, of_part in outputs.items():
+            size = sum(segment.size for segment in of_part)
+            parts.append(self.part(self.take_matrix(f"{prefix}in_proj_{name}.weight", size, hidden), *of_part))
         return self.linear(parts[:2], gates=parts[2:])
 
 
@@ -263,6 +274,8 @@ class QwenNextWeights(QwenMoEWeights):
         sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
         stored = {"qkvz": sizes, "ba": [values_of_key, values_of_key]}
         parts, gates = (self._by_parts(f"{prefix}in_proj_{name}.weight", of) for name, of in stored.items())
+        of = self.segments
+        parts, gates = self.part(parts, *of.convolved, of.values), self.part(gates, of.heads, of.heads)
         return self.linear(parts, gates=[gates])
 
     def _by_parts(self, name: str, sizes: Sequence[int]) -> Matrix:

@@ -12,7 +12,7 @@ import torch
 from specmamba.checkpoints.checkpoint import read_config, read_eos_token_ids, text_config
 from specmamba.checkpoints.files import GGUF_FILE
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
-from specmamba.errors import ConfigError
+from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.models import (
     bailing_hybrid,
     bamba,
@@ -61,15 +61,38 @@ ARCHITECTURES = {
 }
 
 
+# Families whose layers take the part of a rank where they are made. Any other one would compute with whole layers.
+DIVIDED: frozenset[Loader] = frozenset(
+    {
+        bamba.load,
+        falcon_h1.load,
+        granite_hybrid.load,
+        lfm2.load,
+        lfm2.load_moe,
+        mamba2_family.load,
+        nemotron_h.load,
+        olmo_hybrid.load,
+        qwen.load,
+        qwen.load_moe,
+        qwen.load_next,
+    }
+)
+
+
 def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
     """Load the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: it is incomplete, damaged or inconsistent.
-        UnsupportedModelError: there is no model for its architecture.
+        UnsupportedModelError: there is no model for its architecture, or none that several ranks can share.
+        ConfigError: the model cannot be divided among so many ranks.
     """
     config, architecture = read_config(folder, tuple(ARCHITECTURES))
     family = ARCHITECTURES[architecture]
+    if options.ranks.size > 1 and family.load not in DIVIDED:
+        raise UnsupportedModelError(
+            f"--tp-size {options.ranks.size}: {architecture} cannot be divided among ranks: leave it out"
+        )
     text = text_config(config)
     # A multimodal config has this field for the whole model, and its text part may lack it.
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings

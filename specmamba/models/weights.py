@@ -15,16 +15,22 @@ from specmamba.kernels import gpu, linear, moe
 from specmamba.kernels.linear import Matrix, PackedCodes, QuantizedMatrix, WeightForm
 from specmamba.kernels.linear.grouped import form_name, name_of_rounded
 from specmamba.layers.feed_forward import Experts
-from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
+from specmamba.layers.primitives import Embedding, GatheredLinear, Linear, RMSNorm, Rotary, SummedLinear
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
+from specmamba.models.rank_shapes import own_kv, own_state
 from specmamba.models.rotary_frequencies import rotary_frequencies
+from specmamba.parallel.share import Segment, Share
 
 MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
 
 
 class Weights:
-    """Takes tensors out of a checkpoint, makes layers of them, and counts the parameters and bytes that are kept."""
+    """Takes tensors out of a checkpoint, makes layers of them, and counts the parameters and bytes that are kept.
+
+    Where several ranks share the model, whole tensors are taken, and ``part`` leaves the rank's own. Parameters are
+    counted of the whole model, bytes of the part.
+    """
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: WeightForm | None = None) -> None:
         """config: the text part of the config; form: how matrices are stored, None: as the target's."""
@@ -33,6 +39,8 @@ class Weights:
         self.options = options
         self.form: WeightForm = options.form if form is None else form
         self._keeps_codes = options.keeps_codes if form is None else options.draft_keeps_codes
+        self.ranks = options.ranks
+        self.share = Share(options.ranks.rank, options.ranks.size)
         self.num_parameters = 0
         self.num_bytes = 0
         self.max_length: int = getattr(config, "max_position_embeddings", 0)  # of texts
@@ -59,6 +67,22 @@ class Weights:
             self.reader.note_run_form(name, form_name(found, gpu.multiplies_codes(self.options.layout_device)))
             return self._count(found.to(self.options.device))
         return self._count(found.to(self.options.device, self.options.dtype))
+
+    @overload
+    def part(self, x: Tensor, *segments: Segment, dim: int = 0) -> Tensor: ...
+    @overload
+    def part(self, x: Matrix, *segments: Segment, dim: int = 0) -> Matrix: ...
+    def part(self, x: Matrix, *segments: Segment, dim: int = 0) -> Matrix:
+        """Keep this rank's part of a tensor that was taken, whose dimension ``dim`` consists of these segments.
+
+        Raises:
+            ConfigError: it cannot be divided so.
+        """
+        if self.share.size == 1:
+            return x
+        own = self.share.cut(x, segments, dim)
+        self._replace(own.nbytes, x)
+        return own
 
     def take_embedding(self, name: str) -> Matrix:
         """Load the embedding of tokens [V, H]; in its codes where they can be kept. Errors as ``take``."""
@@ -92,27 +116,39 @@ class Weights:
         return kept
 
     def linear(
-        self, weight: Matrix | Sequence[Matrix], bias: Tensor | None = None, gates: Sequence[Matrix] = ()
+        self,
+        weight: Matrix | Sequence[Matrix],
+        bias: Tensor | None = None,
+        gates: Sequence[Matrix] = (),
+        is_summed: bool = False,
     ) -> Linear:
         """Make a layer of matrices [out, in] that were taken, of the same inputs, one below the other.
 
         If a matrix itself is still needed, call ``keep`` first. ``gates`` lie behind the others: few outputs that
-        decide much, which int4 and fp8 do not round.
+        decide much, which int4 and fp8 do not round. ``is_summed``: the inputs are a part of this rank, and the
+        results of all ranks are added up.
         """
         parts = (weight,) if isinstance(weight, Matrix) else tuple(weight)
-        made = Linear(parts, bias, self.form, self.options.dtype, self.options.layout_device, gates)
+        sums = is_summed and self.share.size > 1
+        own_bias = None if sums else bias
+        made = Linear(parts, own_bias, self.form, self.options.dtype, self.options.layout_device, gates)
+        made = SummedLinear(made, bias, self.ranks) if sums else made
         self._replace(made.nbytes, *parts, *gates, bias)
         return made
 
     def head(self, matrix: Matrix) -> Linear:
         """Make the layer of an output head [V, H] that was taken; in 8 bits where others have fewer."""
-        made = Linear((matrix,), None, head_form(self.form), self.options.dtype, self.options.layout_device)
+        tokens = Segment("tokens in its vocabulary", matrix.shape[0], 1, "uneven")
+        own = self.share.cut(matrix, (tokens,))
+        made = Linear((own,), None, head_form(self.form), self.options.dtype, self.options.layout_device)
+        if self.share.size > 1:
+            made = GatheredLinear(made, self.share.widths(tokens), self.ranks)
         self._replace(made.nbytes, matrix)
         return made
 
-    def keep(self, matrix: Tensor) -> None:
+    def keep(self, matrix: Matrix) -> None:
         """Count a matrix that stays in memory beside the layer that ``linear`` makes of it, as an embedding does."""
-        if linear.copies(self.options.layout_device, self.options.dtype, self.form):
+        if self.share.size > 1 or linear.copies(self.options.layout_device, self.options.dtype, self.form):
             self.num_bytes += matrix.nbytes
 
     def embedding_layer(self, matrix: Matrix, head: Linear | None) -> Embedding:
@@ -136,11 +172,29 @@ class Weights:
             self.num_bytes += matrix.nbytes
         return self.head(matrix)
 
-    def take_linear(self, name: str, out: int, width: int, has_bias: bool = False, scale: float = 1.0) -> Linear:
-        """Make a layer of ``name``.weight [out, width] and perhaps ``name``.bias [out], both times ``scale``."""
+    def take_linear(
+        self,
+        name: str,
+        out: int,
+        width: int,
+        has_bias: bool = False,
+        scale: float = 1.0,
+        outputs: Sequence[Segment] = (),
+        inputs: Sequence[Segment] = (),
+    ) -> Linear:
+        """Make a layer of ``name``.weight [out, width] and perhaps ``name``.bias [out], both times ``scale``.
+
+        A rank has its part of the ``outputs``, or of the ``inputs``, and then the results of all ranks are added up;
+        with neither it has all of the layer.
+        """
         bias = self.take(f"{name}.bias", out) if has_bias else None
         weight = self.take_matrix(f"{name}.weight", out, width)
-        return self.linear(scaled(weight, scale), None if bias is None else scaled(bias, scale))
+        if outputs:
+            weight = self.part(weight, *outputs)
+            bias = None if bias is None else self.part(bias, *outputs)
+        if inputs:
+            weight = self.part(weight, *inputs, dim=-1)
+        return self.linear(scaled(weight, scale), None if bias is None else scaled(bias, scale), is_summed=bool(inputs))
 
     def take_experts(self, prefix: str, names: Sequence[str], num_experts: int, out: int, width: int) -> Matrix:
         """Stack ``prefix``e.name.weight [out, width] of every expert e to [E, names * out, width], one by one.
@@ -168,8 +222,15 @@ class Weights:
         return stack.view(num_experts, -1, width)
 
     def experts(self, up: Matrix, down: Matrix, activation: Callable[[Tensor], Tensor]) -> Experts:
-        """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``."""
-        made = Experts(up, down, activation, self.form, self.options.dtype, self.options.layout_device)
+        """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``.
+
+        Every rank has a part of each expert.
+        """
+        inner = Segment("channels between an expert's projections", down.shape[-1], 1, "uneven")
+        up = self.part(up, *[inner] * (up.shape[1] // inner.size), dim=1)
+        down = self.part(down, inner, dim=-1)
+        layout = self.options.layout_device
+        made = Experts(up, down, activation, self.form, self.options.dtype, layout, self.ranks)
         self._replace(made.nbytes, up, down)
         return made
 
@@ -206,7 +267,8 @@ class Weights:
         """
         matrix = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
         head = self.head(matrix)
-        vectors = self.embedding_layer(embedding, head if matrix is embedding else None)
+        shares_codes = matrix is embedding and self.share.size == 1  # a rank has all vectors, and a part of the head
+        vectors = self.embedding_layer(embedding, head if shares_codes else None)
         return HybridTarget(vectors, blocks, norm, head, rotary, embedding_scale, logits_scale), matrix
 
     def output_head(self, name: str, embedding: Matrix, is_tied: bool) -> Matrix:
@@ -219,10 +281,10 @@ class Weights:
                 return head
             self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
             self._replace(0, head)
-        if isinstance(embedding, Tensor):
+        if isinstance(embedding, Tensor) or self.share.size > 1:
             self.keep(embedding)
-            if form := self._rounded(head_form(self.form)):
-                self.reader.note_run_form(self._embedding_name, f"it is, and as output head in {form}")
+        if isinstance(embedding, Tensor) and (form := self._rounded(head_form(self.form))):
+            self.reader.note_run_form(self._embedding_name, f"it is, and as output head in {form}")
         return embedding
 
     def _replace(self, num_bytes: int, *taken: Matrix | None) -> None:
@@ -282,7 +344,7 @@ def loaded_model(
         target: the model.
         weights: of the target.
         num_state_layers, state: its recurrent layers, and the shape of the state of each.
-        kv: of its attention layers, those of the draft head included.
+        kv: of its attention layers, those of the draft head included; of all ranks, as ``state`` is.
         attention_width: query heads times their size, summed over the target's attention layers.
         head: the checkpoint's own draft head.
         draft_weights: of that head.
@@ -294,9 +356,9 @@ def loaded_model(
         target=target,
         draft_head=head,
         cache_shape=CacheShape(
-            kv=kv,
+            kv=tuple(own_kv(shape, weights.share) for shape in kv),
             num_state_layers=num_state_layers,
-            state=state,
+            state=own_state(state, weights.share),
             dtype=weights.options.dtype,
             draft_features=head.num_modules * head.width if head else 0,
         ),

@@ -96,7 +96,11 @@ class Verifier:
     def decide(self, batch: Batch, scored: Scored) -> StepOutput:
         """Accept a path of every tree and commit the paths; the drafter's ``observe`` is to be called then."""
         tree, logits = scored.tree, scored.logits
-        verdict = accept(tree, logits, batch, self.pools.history(batch), *self.policy)
+        verdict = self.accept(batch, scored)
         self.probe.lap("verify")
         self.pools.commit(batch, scored.placement, verdict)
         return StepOutput.of(tree, verdict, logits, scored.features, batch.num_logprobs)
+
+    def accept(self, batch: Batch, scored: Scored) -> Verdict:
+        """Accept a path of every tree."""
+        return accept(scored.tree, scored.logits, batch, self.pools.history(batch), *self.policy)

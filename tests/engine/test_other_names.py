@@ -39,13 +39,15 @@ SAME = [
     ("block_size", 16, "16", "page_size", 16),
     ("mamba_ssm_cache_dtype", "bfloat16", "bfloat16", "mamba_ssm_dtype", "bfloat16"),
     ("random_seed", 7, "7", "seed", 7),
+    ("tensor_parallel_size", 2, "2", "tp_size", 2),
+    ("tp", 4, "4", "tp_size", 4),
     ("enforce_eager", True, None, "disable_cuda_graph", True),
     ("enable_prefix_caching", False, None, "disable_radix_cache", True),
     ("enable_prefix_caching", True, None, "disable_radix_cache", False),
 ]
 NOTHING = [
-    ("tensor_parallel_size", 1, "1"),
-    ("tp_size", 1, "1"),
+    ("pipeline_parallel_size", 1, "1"),
+    ("dp_size", 1, "1"),
     ("trust_remote_code", False, None),
     ("swap_space", 0, "0"),
     ("swap_space", 0.0, "0.0"),
@@ -54,8 +56,8 @@ NOTHING = [
     ("enable_auto_tool_choice", True, None),
 ]
 REFUSED = [
-    ("tensor_parallel_size", 2, "2", "a model runs on one device here"),
-    ("tp_size", "two", "two", "a model runs on one device here"),
+    ("pipeline_parallel_size", 2, "2", "divides every layer"),
+    ("dp_size", "two", "two", "a server has one copy of a model here"),
     ("trust_remote_code", True, None, "no code of a checkpoint is run here"),
     ("tokenizer", "folder", "folder", "put its files there"),
     ("tokenizer_path", "folder", "folder", "put its files there"),
@@ -86,11 +88,8 @@ def test_the_table_names_what_there_is() -> None:
     assert {name for name, *_ in SAME} == set(renamed)
     tried = {name for name, *_ in NOTHING + REFUSED}
     assert {name for name, known in OTHER_NAMES.items() if isinstance(known, Fixed)} - tried == {
-        "tp",
-        "pipeline_parallel_size",
         "pp_size",
         "data_parallel_size",
-        "dp_size",
         "tokenizer_mode",
         "cpu_offload_gb",
     }
@@ -176,7 +175,7 @@ def test_vllms_mapping_of_drafts(config: dict[str, Any], own: dict[str, Any]) ->
     [
         ({"method": "medusa"}, "there is no method 'medusa' here"),
         ({"method": "mtp", "quantization": "fp8"}, "there is no 'quantization' here"),
-        ({"method": "mtp", "draft_tensor_parallel_size": 2}, "one device"),
+        ({"method": "mtp", "draft_tensor_parallel_size": 2}, "divided as the model is"),
         ({"method": "eagle"}, "eagle needs"),
         ({"model": True}, r"config: model: this is a text or a number \(got True\)"),
         ({"num_speculative_tokens": [3]}, r"num_speculative_tokens: this is a text or a number"),
@@ -203,7 +202,7 @@ def test_parts_of_a_mapping_beside_the_mapping() -> None:
         serve("--speculative-config", "{", part, "3")
 
 
-@pytest.mark.parametrize("flag", ["--tp-size", "--max-num-seqs", "--speculative-config", "--speculative-config.method"])
+@pytest.mark.parametrize("flag", ["--dp-size", "--max-num-seqs", "--speculative-config", "--speculative-config.method"])
 def test_a_flag_without_value(flag: str) -> None:
     for behind in ([], ["--port", "1"]):
         with pytest.raises(ConfigError, match=f"^{flag}: no value stands behind it"):
@@ -274,7 +273,10 @@ def test_the_environment_knows_one_name(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="SPECMAMBA_CONTEXT_LENGTH is what it is called here"):
         serve()
     monkeypatch.delenv("SPECMAMBA_MAX_MODEL_LEN")
-    for name, words in (("TP_SIZE", "a model runs on one device here"), ("SPECULATIVE_CONFIG", "are for its parts")):
+    for name, words in (
+        ("DP_SIZE", "a server has one copy of a model here: start a server for each"),
+        ("SPECULATIVE_CONFIG", "are for its parts"),
+    ):
         with monkeypatch.context() as other:
             other.setenv(f"SPECMAMBA_{name}", "1")
             with pytest.raises(ConfigError, match=f"^SPECMAMBA_{name}: there is no such variable .*{words}$"):

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trees",
         "processes",
     ),
-    ("cache", "templates"),
+    ("cache", "parallel", "templates"),
     ("checkpoints", "layers"),
     ("models",),
     ("verify", "grammar"),

@@ -105,7 +105,7 @@ class ServerInfo(BaseModel):
     tokenizer_path: str
     context_length: int
     page_size: int
-    tp_size: Literal[1] = 1
+    tp_size: int
     dp_size: Literal[1] = 1
     disaggregation_mode: Literal["null"] = "null"
     max_running_requests: int
@@ -173,6 +173,7 @@ def _server_info(service: Service, stats: EngineStats | None, uptime_s: float) -
         tokenizer_path=_model_path(service),
         context_length=service.context_length,
         page_size=config.page_size,
+        tp_size=config.tp_size,
         max_running_requests=most,
         max_total_num_tokens=num_tokens,
         max_total_tokens=num_tokens,

@@ -17,7 +17,8 @@ from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
-from specmamba.models.base import LoadOptions
+from specmamba.models.base import LoadedModel, LoadOptions
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 from tests.models.published.names import Tensors, bamba, falcon, granite, kimi, lfm2, nemotron, olmo, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
@@ -513,10 +514,9 @@ MODELS = {
 }
 
 
-@pytest.mark.fast_cases(4)
-@pytest.mark.parametrize("name", MODELS)
-def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published = MODELS[name]
+def load_shapes(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks = ONE_RANK
+) -> LoadedModel:
     (tmp_path / "config.json").write_text(json.dumps(published.config | {"dtype": "bfloat16"}), "utf8")
     (tmp_path / "model.safetensors").touch()
 
@@ -525,7 +525,15 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             return [StoredTensor(key, file, shape, "BF16") for key, shape in published.tensors(published.config)]
 
     monkeypatch.setattr(registry, "ShapeReader", Headers)
-    model = registry.load_model(tmp_path, LoadOptions(torch.bfloat16, torch.device("meta"), want_draft_head=True))
+    options = LoadOptions(torch.bfloat16, torch.device("meta"), want_draft_head=True, ranks=ranks)
+    return registry.load_model(tmp_path, options)
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("name", MODELS)
+def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = MODELS[name]
+    model = load_shapes(published, tmp_path, monkeypatch)
     is_exact = isinstance(published.num_parameters, int)
     assert model.num_parameters == pytest.approx(published.num_parameters, rel=0 if is_exact else 1e-3, abs=0)
     embedding = model.target.vocab_size * model.target.hidden_size  # kept twice where it is the head too

@@ -1,0 +1,143 @@
+"""The engine of rank 0: it has the requests, and repeats what it does with them on the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from specmamba.config import EngineConfig
+from specmamba.core import ANYONE, OutputDelta, Owner
+from specmamba.engine.engine import Engine
+from specmamba.engine.mirror.rank_children import RankChildren
+from specmamba.engine.request import Request
+from specmamba.errors import ConfigError, RankLostError
+from specmamba.grammar import CompiledGrammar
+from specmamba.parallel.control import RankLinks
+from specmamba.parallel.ranks import Ranks
+from specmamba.sampling_params import SamplingParams
+
+
+class FirstEngine(Engine):
+    """An engine whose calls are repeated on other ranks.
+
+    Whatever a call decides by its arguments and the state of the engine, the other ranks decide in the same way. What
+    depends on a clock, or on what only this rank has, is told to them: which requests wait for their grammars, draft
+    trees, and which drafts are accepted.
+    """
+
+    def __init__(self, config: EngineConfig, ranks: Ranks, links: RankLinks, children: RankChildren | None) -> None:
+        """Load this rank's part.
+
+        Args:
+            config: of all ranks.
+            ranks: joined by all.
+            links: to the others.
+            children: the others, where this process has started them.
+
+        Raises:
+            SpecmambaError: as ``Engine``; also where another rank cannot load its part.
+        """
+        self._links, self._children = links, children
+        self._is_stepping = self._tells_grammars = False
+        try:
+            super().__init__(config, ranks)
+        except RuntimeError as error:
+            if (lost := links.lost_soon()) is None:
+                raise
+            raise ConfigError(str(lost)) from error
+        links.watch_strictly()
+
+    def when_lost(self, callback: Callable[[Exception], None]) -> None:
+        """Call a function, from another thread, when a rank is lost."""
+        self._links.when_lost(callback)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        forced_output_ids: Sequence[int] = (),
+        extra_key: str | None = None,
+        grammar: CompiledGrammar | None = None,
+        owner: Owner = ANYONE,
+        predicted_ids: Sequence[int] = (),
+    ) -> None:
+        """As ``Engine.add_request``. What is refused here is not told to the others."""
+        predicted_ids = tuple(predicted_ids or self.encode_prediction(params))
+        super().add_request(
+            request_id, prompt_token_ids, params, forced_output_ids, extra_key, grammar, owner, predicted_ids
+        )
+        own = params.model_copy(update={"grammar": None, "prediction": None})
+        message = {
+            "do": "add",
+            "request_id": request_id,
+            "prompt_token_ids": list(map(int, prompt_token_ids)),
+            "params": own.model_dump(mode="json", exclude_defaults=True),
+            "forced_output_ids": list(map(int, forced_output_ids)),
+            "extra_key": extra_key,
+            "owner": asdict(owner),
+            "predicted_ids": list(map(int, predicted_ids)),
+        }
+        self._links.send(message)
+
+    def abort(self, request_id: str) -> None:
+        """As ``Engine.abort``; what ends in a step ends on all ranks."""
+        if not self._is_stepping and request_id in self._requests:
+            with suppress(RankLostError):  # then nothing goes on, and what is left here is still to be freed
+                self._links.send({"do": "abort", "request_id": request_id})
+        super().abort(request_id)
+
+    def step(self) -> list[OutputDelta]:
+        """As ``Engine.step``. Raises RankLostError where another rank is lost."""
+        self._tells_grammars = any(request.follower is not None for request in self._requests.values())
+        self._links.send({"do": "step", "has_grammars": self._tells_grammars})
+        self._is_stepping = True
+        try:
+            return super().step()
+        except RuntimeError as error:  # perhaps of an exchange with a rank that has ended
+            if (lost := self._links.lost_soon()) is None:
+                raise
+            raise lost from error
+        finally:
+            self._is_stepping = False
+
+    def preempt(self, request: Request) -> None:
+        """As ``Engine.preempt``."""
+        if not self._is_stepping:
+            self._links.send({"do": "preempt", "request_id": request.request_id})
+        super().preempt(request)
+
+    def flush_cache(self) -> int:
+        """As ``Engine.flush_cache``."""
+        self._links.send({"do": "flush"})
+        return super().flush_cache()
+
+    def forget(self, num_added: int) -> None:
+        """As ``Engine.forget``."""
+        self._links.send({"do": "forget", "num_added": num_added})
+        super().forget(num_added)
+
+    def close(self) -> None:
+        """As ``Engine.close``; the other ranks end too."""
+        super().close()
+        self._links.close()
+        if self._links.lost is None:
+            self.ranks.close()
+        if self._children is not None:
+            self._children.close()
+
+    def _ready(self, is_idle: bool) -> list[Request]:
+        ready = super()._ready(is_idle)
+        if self._tells_grammars:
+            self._links.send({"ready": [request.request_id for request in ready], **self._errors(ready)})
+        return ready
+
+    def _told_errors(self, batch: Sequence[Request]) -> None:
+        if self._tells_grammars:
+            self._links.send(self._errors(batch))
+
+    @staticmethod
+    def _errors(requests: Sequence[Request]) -> dict[str, Any]:
+        return {"errors": {r.request_id: str(r.grammar_error) for r in requests if r.grammar_error is not None}}

@@ -1,0 +1,58 @@
+"""The processes of the other ranks, where rank 0 starts them itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
+
+END_TIMEOUT_S = 5.0
+
+
+class RankChildren:
+    """Ranks 1 to N - 1. They end when their connection with this process does; signals of a terminal pass them by."""
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        """Start them; ``config``: of all ranks, ``name``: under which rank 0 listens."""
+        root = str(Path(__file__).parents[3])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        flags = config.model_dump(mode="json", include=set(EngineConfig.model_fields))
+        environment = {**os.environ, "PYTHONPATH": path}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in range(1, config.tp_size):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "specmamba.engine.mirror.rank_main"],
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard output belongs to the answers of rank 0
+                env=environment,
+                start_new_session=True,
+            )
+            self._processes[rank] = process
+            assert process.stdin is not None
+            with process.stdin as stdin:
+                stdin.write(json.dumps({"rank": rank, "name": name, "flags": flags}).encode())
+
+    def check(self) -> None:
+        """Raise ConfigError where one has ended."""
+        for rank, process in self._processes.items():
+            if (status := process.poll()) is not None:
+                raise ConfigError(
+                    f"--tp-size {len(self._processes) + 1}: the process of rank {rank} has ended with status {status} "
+                    "before it was ready"
+                )
+
+    def close(self) -> None:
+        """Wait for their end, and kill those that do not come to it."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()

@@ -1,0 +1,95 @@
+"""Lines of JSON between the processes of one machine, over sockets that only processes of the same user can reach.
+
+The sockets have abstract names (``unix(7)``): no file is left behind, and the kernel tells who is at the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+MAX_MESSAGE_BYTES = 1 << 28  # a prompt of a million tokens is a tenth of that
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class Messages:
+    """Messages over one connection: dictionaries of plain values. One thread reads, any number of them write."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._buffer = connection, bytearray()
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for several connections."""
+        return self._connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises OSError: the other side has ended."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            self._connection.sendall(line)
+
+    def receive(self) -> dict[str, Any] | None:
+        """Wait for a message; None: the other side has ended.
+
+        Raises:
+            OSError: the connection is broken, or the message is too long.
+        """
+        while True:
+            end = self._buffer.find(b"\n")
+            if end >= 0:
+                line = bytes(self._buffer[:end])
+                del self._buffer[: end + 1]
+                message: dict[str, Any] = json.loads(line)
+                return message
+            if len(self._buffer) > MAX_MESSAGE_BYTES:
+                raise OSError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
+            data = self._connection.recv(1 << 16)
+            if not data:
+                return None
+            self._buffer += data
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+
+def listen(name: str, backlog: int) -> socket.socket:
+    """Listen under an abstract name. Raises OSError: it is in use."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        server.bind("\0" + name)
+        server.listen(backlog)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def connect(name: str) -> Messages:
+    """Connect to who listens under an abstract name.
+
+    Raises:
+        OSError: no process does, or it is another user's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect("\0" + name)
+        peer_process(connection)
+    except OSError:
+        connection.close()
+        raise
+    return Messages(connection)
+
+
+def peer_process(connection: socket.socket) -> int:
+    """The id of the process at the other end. Raises OSError: it belongs to another user."""
+    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(given)
+    if user != os.getuid():
+        raise PermissionError(f"the process {process} at the other end belongs to another user")
+    return int(process)

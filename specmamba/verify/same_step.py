@@ -1,0 +1,76 @@
+"""The step of several ranks: all of them have the draft trees and the verdict of rank 0.
+
+What the ranks compute is the same to the last bit where their exchanges are. The step does not depend on that: tokens,
+shapes and acceptance are decided once. Otherwise a difference in a near tie, or a mask that came late on one rank,
+would give them different lengths, and the next exchange would mix rows of different requests or wait forever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Batch, DraftTree, TreeShape, Verdict
+from specmamba.kernels import tree as tree_ops
+from specmamba.parallel.ranks import Ranks
+from specmamba.verify.state_buffers import VerifySlots
+from specmamba.verify.step import Drafts, Scored, Verifier
+
+
+@dataclass(frozen=True)
+class SameDrafts:
+    """A drafter whose trees are those of rank 0."""
+
+    drafts: Drafts
+    ranks: Ranks
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Draft on every rank, and take the trees of rank 0."""
+        tree, ranks = self.drafts.propose(batch), self.ranks
+        shape = tree.shape
+        sizes = torch.tensor([shape.num_nodes, shape.is_chain, shape.max_children], device=tree.tokens.device)
+        num_nodes, is_chain, max_children = ranks.broadcast(sizes).tolist()
+        if ranks.is_first:
+            own = torch.stack([tree.tokens, shape.parents])
+            ranks.broadcast(own.contiguous())
+            return tree
+        given = torch.empty((2, batch.size, num_nodes), dtype=torch.int64, device=tree.tokens.device)
+        tokens, parents = ranks.broadcast(given).unbind()
+        return DraftTree(tokens.contiguous(), _shape(parents.contiguous(), bool(is_chain), max_children))
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter."""
+        self.drafts.observe(batch, verdict, features)
+
+
+def _shape(parents: Tensor, is_chain: bool, max_children: int) -> TreeShape:
+    ancestors = tree_ops.ancestors(parents)
+    return TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain, max_children)
+
+
+@dataclass(frozen=True)
+class RankVerifier(Verifier):
+    """A verifier of a model that several ranks share."""
+
+    ranks: Ranks
+
+    def score(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> Scored:
+        """As ``Verifier.score``, with the trees of rank 0."""
+        return super().score(batch, SameDrafts(drafts, self.ranks), slots)
+
+    def accept(self, batch: Batch, scored: Scored) -> Verdict:
+        """As ``Verifier.accept``, decided by rank 0: the others need no sampling settings, grammars or logits."""
+        size, num_nodes = scored.tree.tokens.shape
+        columns = [num_nodes, 1, num_nodes + 1, 1, 1]
+        if self.ranks.is_first:
+            v = super().accept(batch, scored)
+            parts = v.path, v.num_accepted[:, None], v.path_tokens, v.bonus[:, None], v.is_finite[:, None].long()
+            self.ranks.broadcast(torch.cat(parts, 1))
+            return v
+        given = torch.empty((size, sum(columns)), dtype=torch.int64, device=scored.tree.tokens.device)
+        path, num_accepted, tokens, bonus, is_finite = self.ranks.broadcast(given).split(columns, 1)
+        one = (x[:, 0].contiguous() for x in (num_accepted, bonus, is_finite))
+        count, last, finite = one
+        return Verdict(path.contiguous(), count, tokens.contiguous(), last, finite > 0)

@@ -1,0 +1,84 @@
+"""Texts and logits of one engine, by itself or on one of several ranks that make the same calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+from specmamba.config import EngineConfig
+from specmamba.engine.engine import Engine
+from specmamba.parallel.ranks import ONE_RANK, Ranks
+from specmamba.sampling_params import SamplingParams
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "context_length": 128,
+    "max_total_tokens": 512,
+    "max_mamba_cache_size": 24,
+}
+
+
+class Job(TypedDict):
+    """What an engine is to do; plain values, so that it travels as JSON."""
+
+    name: str
+    flags: dict[str, Any]
+    prompts: list[list[int]]
+    params: dict[str, Any]
+    is_repeated: bool  # all prompts again, one after the other: their prefixes are cached then
+
+
+class Answer(TypedDict):
+    """Of one prompt."""
+
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]]  # the likeliest tokens at every position, of the prompt first
+    num_cached: int
+    num_accepted: int
+
+
+def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
+    """Load the engine, answer the prompts, and close it."""
+    config = EngineConfig(**SMALL | {"tp_size": ranks.size} | job["flags"])
+    engine = Engine(config.on_device("cpu"), ranks)
+    try:
+        answers = _run(engine, job, "")
+        for i in range(len(job["prompts"]) if job["is_repeated"] else 0):
+            answers += _run(engine, {**job, "prompts": [job["prompts"][i]]}, f"again-{i}-")
+        kv = [(shape.num_layers, shape.num_heads) for shape in engine.model.cache_shape.kv]
+        return {"answers": answers, "num_preemptions": engine.stats().num_preemptions, "kv": kv}
+    finally:
+        engine.close()
+
+
+def _run(engine: Engine, job: Job, prefix: str) -> list[Answer]:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **job["params"]})
+    ids = [f"{prefix}{i}" for i in range(len(job["prompts"]))]
+    answers = {i: Answer(tokens=[], logprobs=[], num_cached=0, num_accepted=0) for i in ids}
+    for request_id, prompt in zip(ids, job["prompts"], strict=True):
+        engine.add_request(request_id, prompt, params)
+    while engine.has_unfinished_requests:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            answer = answers[delta.request_id]
+            answer["tokens"] += delta.token_ids
+            listed = (*(delta.prompt_logprobs or ()), *delta.logprobs)
+            answer["logprobs"] += [list(entry.top) for entry in listed if entry is not None]
+            answer["num_cached"], answer["num_accepted"] = delta.num_cached_tokens, delta.spec.num_accepted_tokens
+    return list(answers.values())
+
+
+def prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    """Random texts."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def job(name: str, folder: Path, texts: list[list[int]], *, repeat: bool = False, **flags: Any) -> Job:
+    """A job on a checkpoint; ``params`` among the flags are those of the requests."""
+    params = flags.pop("params", {})
+    flags = {"model": str(folder), "speculative_algorithm": "none", **flags}
+    return Job(name=name, flags=flags, prompts=texts, params=params, is_repeated=repeat)

@@ -1,0 +1,198 @@
+"""Ranks as they are started and end: by ``LLM``, by a server, by ``torchrun``; killed, stopped, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specmamba import LLM, SamplingParams
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
+from specmamba.flags.engine_flags import EngineFlags
+from specmamba.models import qwen, registry
+from specmamba.parallel.control import RankLinks
+from specmamba.parallel.messages import connect
+from specmamba.sampling_params import GrammarSpec
+from tests.fake_engine import wait_until
+from tests.server.test_server_process import process
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["def main():", "class Stack:\n    def"]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+CONSTRAINED = SamplingParams(max_tokens=24, temperature=0.0, grammar=GrammarSpec(kind="regex", text="[a-c]{4,9}x"))
+LOST_S = 10.0
+TWO = ["--tp-size", "2", "--port", "0", "--dtype", "float32", "--num-threads", "1"]
+ALONE = """
+import sys, torch.distributed
+from specmamba import LLM, SamplingParams
+with LLM(max_total_tokens=256, max_mamba_cache_size=8, context_length=64) as llm:
+    llm.generate(["x"], SamplingParams(max_tokens=2))
+several = [name for name in sys.modules if name in ("specmamba.parallel.process_group", "specmamba.parallel.control")]
+assert not several and not torch.distributed.is_initialized(), several
+"""
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent it is, but for those that render templates."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in found if b"rank_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.slow
+def test_one_process_imports_nothing_of_this() -> None:
+    done = python("-c", ALONE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"hicache_storage_dir": "x"}, "--hicache-storage-dir: prefixes below the pools need one process: drop it"),
+        ({"cuda_graph_max_bs": 4}, "--cuda-graph-max-bs: steps of several ranks are not captured: drop it, or --tp-si"),
+        ({"speculative_adaptive": "auto"}, "--speculative-adaptive auto: drafts of several ranks have fixed sizes"),
+    ],
+)
+def test_flags_that_need_one_process(flags: dict[str, Any], message: str, no_settings_from_outside: None) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(tp_size=2, **flags)
+    assert EngineConfig(tp_size=2).on_device("cpu").speculative_adaptive == "off"
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        ({"rank": 1, "facts": {"checkpoint": "b"}}, "rank 1 is refused: it has another checkpoint than rank 0"),
+        ({"rank": 1, "facts": {}}, "rank 1 is refused: it has another checkpoint"),
+        ({"rank": 2, "facts": {"checkpoint": "a"}}, "rank 2 is refused: there is no place for it"),
+    ],
+)
+def test_a_rank_that_is_another_is_refused(hello: dict[str, object], message: str) -> None:
+    """Both sides say why."""
+    name = f"specmamba-test-{os.getpid()}"
+    links, answers = RankLinks(name, 2), list[Any]()
+
+    def join() -> None:
+        link = connect(name)
+        link.send(hello)
+        answers.append(link.receive())
+        link.close()
+
+    other = threading.Thread(target=join)
+    other.start()
+    try:
+        with pytest.raises(ConfigError, match=message):
+            links.join({"checkpoint": "a"}, None)
+    finally:
+        other.join(10)
+        links.close()
+    assert message in answers[0]["refused"]
+
+
+def test_sizes_are_refused_before_ranks_start() -> None:
+    with pytest.raises(ConfigError, match=r"tp_size 3: the model has 4 .* which cannot be divided among 3 ranks"):
+        LLM(tp_size=3)
+
+
+def test_families_that_are_not_divided_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DIVIDED", registry.DIVIDED - {qwen.load})
+    with pytest.raises(UnsupportedModelError, match="tp_size 2: Qwen3_5ForCausalLM cannot be divided among ranks"):
+        LLM(tp_size=2)
+
+
+def test_two_ranks_of_one_model() -> None:
+    """Texts, a grammar and an aborted stream as with one process; then a rank is killed while no request runs."""
+    small = EngineFlags(dtype="float32", num_threads=1, speculative_num_steps=3, max_total_tokens=2048)
+    with LLM(**small) as alone:
+        expected = alone.generate(PROMPTS, [GREEDY, CONSTRAINED])
+    with LLM(**small | EngineFlags(tp_size=2)) as llm:
+        (child,) = children_of(os.getpid())
+        stream: Any = llm.stream(PROMPTS[0], SamplingParams(max_tokens=500, ignore_eos=True))
+        next(stream)
+        stream.close()
+        outputs = llm.generate(PROMPTS, [GREEDY, CONSTRAINED])
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+        assert [output.spec for output in outputs] == [output.spec for output in expected]
+        assert llm.flush_cache() > 0
+        with pytest.raises(ConfigError, match="tools change and measure engines of one process"):
+            _ = llm.workbench
+        assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected[0].token_ids
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: llm._local.thread.failed is not None, LOST_S)
+        assert "rank 1" in str(llm._local.thread.failed)
+        with pytest.raises((EngineFailedError, EngineStoppedError)):
+            llm.generate(PROMPTS[0], GREEDY)
+    assert is_gone(child)
+
+
+@pytest.mark.slow
+def test_a_server_ends_when_a_rank_stops() -> None:
+    """A stream gets an error within ten seconds, and the exit status is 1."""
+    with process("-m", "specmamba", "serve", *TWO) as server:
+        (child,) = children_of(server.process.pid)
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        last, began = "", 0.0
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    last = line
+                if not began:
+                    os.kill(child, signal.SIGSTOP)
+                    began = time.monotonic()
+        assert "rank 1" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert time.monotonic() - began < LOST_S
+        status, errors = server.end()
+    assert status == 1, errors
+    assert is_gone(child)
+
+
+@pytest.mark.slow
+def test_a_server_ends_its_ranks() -> None:
+    with process("-m", "specmamba", "serve", *TWO) as server:
+        (child,) = children_of(server.process.pid)
+        assert httpx.get(f"{server.url}/server_info").json()["tp_size"] == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end()[0] == 0
+    wait_until(lambda: is_gone(child), LOST_S)
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts() -> None:
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617", "-m", "specmamba"]
+    flags = ["generate", "--prompt", PROMPTS[0], "--temperature", "0", "--max-tokens", "16", "--dtype", "float32"]
+    alone = python("-m", "specmamba", *flags)
+    shared = python(*run, *flags, "--tp-size", "2")
+    assert shared.returncode == 0, shared.stderr
+    assert shared.stdout == alone.stdout
+    other = python(*run, *flags, "--tp-size", "4")
+    assert other.returncode == 1
+    assert "--tp-size 4: torchrun has started 2 processes" in other.stderr

@@ -1,0 +1,224 @@
+"""Models that several processes share, against one process: logits of every family, and texts with every drafter.
+
+The ranks make the same calls by themselves (``rank_program``), one group of processes for all jobs of a fixture. How
+rank 0 tells them what to do is in ``test_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from specmamba.errors import ConfigError
+from specmamba.quantize import QuantizeConfig, quantize_checkpoint
+from tests.families import FAMILIES, bamba
+from tests.heads import write_head
+from tests.parallel.jobs import Job, job, prompts, run_job
+from tests.tiny import WHOLE_BLOCKS, write_tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+TOLERANCE = 2e-5  # of log probabilities, of logits up to 30
+# Steps of the delta rule up to 2 turn states around and carry rounding on: 3e-5 between two chunk sizes of one process.
+LOOSE = {"olmo-hybrid": 3e-4, "qwen3.5-moe": 1e-4, "qwen3-next": 1e-4}
+LISTED = {"logprobs": 20, "prompt_logprobs": 20, "max_tokens": 6}
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2}
+# Both recurrences, experts, and what is divided in a way of its own; all other variants are in the slow tier.
+FAST = {
+    "granite-hybrid": ("no-attention",),  # a norm over all channels of all ranks
+    "olmo-hybrid": ("rotated",),  # norms over all heads; one key head for two ranks
+    "qwen3.5": ("default",),
+    "qwen3.5-moe": ("default",),
+}
+TEXTS = prompts(60, (9, 21))
+# Of eight heads two have keys, and of as many value heads two have keys too: four ranks repeat them.
+GROUPED: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "hidden_size": 48,
+}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 3},
+    "tree": {"speculative_algorithm": "mtp", "speculative_num_steps": 3, "speculative_eagle_topk": 2},
+    "n-gram": {"speculative_algorithm": "ngram", "speculative_num_steps": 3, "speculative_eagle_topk": 2},
+    "snapshots": {"speculative_algorithm": "mtp", "speculative_eagle_topk": 2, "speculative_state": "snapshots"},
+}
+FAST_DRAFTS = ("tree",)
+# Two requests begin together and grow to 55 tokens each, and there is no room for both.
+CROWDED: dict[str, Any] = {"context_length": 64, "max_total_tokens": 80, "max_mamba_cache_size": 8}
+
+
+class Results:
+    """What one process and several ranks gave for the same jobs."""
+
+    def __init__(self, folder: Path, jobs: Sequence[Job], size: int) -> None:
+        self.jobs, self.size = {each["name"]: each for each in jobs}, size
+        folder.mkdir()
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        command = [sys.executable, "-m", "tests.parallel.rank_program"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        running = [
+            subprocess.Popen([*command, str(rank), str(size), str(folder)], cwd=ROOT, env=environment)
+            for rank in range(size)
+        ]
+        try:
+            self.alone = {each["name"]: _run_alone(each) for each in jobs}
+            assert [process.wait(TIMEOUT_S) for process in running] == [0] * size
+        finally:
+            for process in running:
+                process.kill()
+        ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+        self.shared, self.others = ranks[0], ranks[1:]
+
+    def check(self, name: str, tolerance: float = TOLERANCE) -> dict[str, Any]:
+        """Compare one job: on the ranks with each other, and with one process. Gives what the ranks gave."""
+        alone, shared = self.alone[name], self.shared[name]
+        assert "error" not in shared, shared
+        assert all(other[name] == shared for other in self.others), "the ranks differ"
+        for own, got in zip(alone["answers"], shared["answers"], strict=True):
+            assert got["tokens"] == own["tokens"]
+            assert len(got["logprobs"]) == len(own["logprobs"])
+            for expected, listed in zip(own["logprobs"], got["logprobs"], strict=True):
+                known = dict(expected)
+                near = [abs(value - known[token]) for token, value in listed if token in known]
+                assert len(near) >= len(known) - 1  # the last two may be nearly as likely
+                assert max(near) < tolerance
+        return dict(shared)
+
+
+def _run_alone(each: Job) -> dict[str, Any]:
+    try:
+        return run_job(each)
+    except ConfigError as error:
+        return {"error": str(error)}
+
+
+def family_jobs(root: Path, chosen: Mapping[str, Sequence[str]]) -> list[Job]:
+    jobs = []
+    with patch.dict(bamba.VARIANTS, even=EVEN):  # three query heads otherwise
+        for family, variants in chosen.items():
+            for variant in variants:
+                folder = root / f"{family}-{variant}"
+                FAMILIES[family].build(folder, variant)
+                jobs.append(job(folder.name, folder, TEXTS, params=LISTED))
+    return jobs
+
+
+def draft_jobs(folder: Path, names: Iterable[str]) -> list[Job]:
+    texts, short = prompts(60, (30, 25, 20), seed=1), prompts(60, (10, 11), seed=2)
+    jobs = []
+    for name in names:
+        flags = DRAFTS[name]
+        jobs.append(job(f"{name}-again", folder, texts, repeat=True, params={"max_tokens": 20}, **flags))
+        jobs.append(job(f"{name}-crowded", folder, short, params={"max_tokens": 45}, **flags | CROWDED))
+    return jobs
+
+
+def separate_drafts(root: Path, target: Path) -> list[Job]:
+    """An EAGLE-3 head with a vocabulary of its own, and a model of another family."""
+    head = write_head(root / "eagle3", target, "eagle3", 0).folder
+    FAMILIES["mamba2"].build(root / "small", "biased-tied")
+    paths = {"eagle3": head, "draft-model": root / "small"}
+    return [
+        job(name, target, TEXTS, speculative_algorithm=name, speculative_draft_model_path=str(path))
+        for name, path in paths.items()
+    ]
+
+
+def quantized_jobs(root: Path) -> list[Job]:
+    """Codes in groups of 32 inputs: two parts of 128 channels end where groups do, those of 96 do not."""
+    jobs = []
+    for name, inner in (("int4", 128), ("int4-uneven", 96)):
+        write_tiny_checkpoint(root / f"dense-{name}", 0, **WHOLE_BLOCKS | {"intermediate_size": inner})
+        out = root / name
+        quantize_checkpoint(QuantizeConfig(model=str(root / f"dense-{name}"), out=out, group_size=32))
+        jobs.append(job(name, out, TEXTS, params=LISTED, speculative_algorithm="none"))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root = tmp_path_factory.mktemp("two")
+    tiny = write_tiny_checkpoint(root / "tiny", 0)
+    own = draft_jobs(tiny, FAST_DRAFTS)
+    return Results(root / "ranks", [*family_jobs(root, FAST), *own, *quantized_jobs(root)], 2)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The other variants of all families, and drafters."""
+    root = tmp_path_factory.mktemp("more")
+    tiny = write_tiny_checkpoint(root / "tiny", 0)
+    others = {family: [*module.VARIANTS] for family, module in FAMILIES.items() if family not in FAST}
+    others |= {family: [*(FAMILIES[family].VARIANTS.keys() - {*names})] for family, names in FAST.items()}
+    others["bamba"].append("even")
+    drafts = draft_jobs(tiny, DRAFTS.keys() - FAST_DRAFTS)
+    return Results(root / "ranks", [*family_jobs(root, others), *drafts, *separate_drafts(root, tiny)], 2)
+
+
+@pytest.mark.parametrize("name", [f"{family}-{variant}" for family, names in FAST.items() for variant in names])
+def test_two_ranks_compute_what_one_process_does(two: Results, name: str) -> None:
+    loose = max((value for family, value in LOOSE.items() if name.startswith(family)), default=TOLERANCE)
+    two.check(name, loose)
+
+
+@pytest.mark.fast_cases(*FAST_DRAFTS)
+@pytest.mark.parametrize("name", DRAFTS)
+def test_texts_with_drafts_are_the_same(name: str, request: pytest.FixtureRequest) -> None:
+    """With cached prefixes, and where requests are preempted; drafts are accepted as often."""
+    two: Results = request.getfixturevalue("two" if name in FAST_DRAFTS else "more")
+    again, crowded = two.check(f"{name}-again"), two.check(f"{name}-crowded")
+    assert [answer["num_cached"] for answer in again["answers"][3:]] == [29, 24, 19]
+    accepted = [answer["num_accepted"] for answer in two.alone[f"{name}-again"]["answers"]]
+    assert [answer["num_accepted"] for answer in again["answers"]] == accepted
+    assert crowded["num_preemptions"] == two.alone[f"{name}-crowded"]["num_preemptions"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "draft-model"])
+def test_separate_drafts_are_divided_too(more: Results, name: str) -> None:
+    shared = more.check(name)
+    assert sum(heads for _, heads in shared["kv"]) < sum(heads for _, heads in more.alone[name]["kv"])
+
+
+def test_codes_of_a_checkpoint_are_divided(two: Results) -> None:
+    two.check("int4", 1e-3)  # products round inputs to the same codes, and sums in another order
+    assert "a scale for every 32 inputs" in two.shared["int4-uneven"]["error"]
+
+
+@pytest.mark.slow
+def test_every_variant_of_every_family(more: Results) -> None:
+    """All that can be divided into two; the others are refused by name on both ranks."""
+    names = [name for name in more.jobs if name.startswith(tuple(FAMILIES))]
+    refused = [name for name in names if "error" in more.shared[name]]
+    for name in set(names) - set(refused):
+        loose = max((value for family, value in LOOSE.items() if name.startswith(family)), default=TOLERANCE)
+        more.check(name, loose)
+    assert all("cannot be divided among 2 ranks" in more.shared[name]["error"] for name in refused)
+    assert len(refused) < len(names) / 3
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    """More ranks than key heads and groups of states: both are repeated, and norms of groups cross ranks."""
+    tiny = write_tiny_checkpoint(tmp_path / "tiny", 0, **GROUPED)
+    jobs = [job("tiny", tiny, TEXTS, params=LISTED, speculative_algorithm="mtp", speculative_eagle_topk=2)]
+    heads = {"mamba_n_heads": 8, "num_attention_heads": 4, "hidden_size": 40, "mamba_n_groups": 2}
+    granite = FAMILIES["granite-hybrid"]
+    with patch.dict(granite.VARIANTS, grouped=heads):
+        granite.build(tmp_path / "granite", "grouped")
+    jobs.append(job("granite", tmp_path / "granite", TEXTS, params=LISTED))
+    results = Results(tmp_path / "ranks", jobs, 4)
+    shared = results.check("tiny", 1e-4)
+    assert [heads for _, heads in shared["kv"]] == [1]
+    results.check("granite")
