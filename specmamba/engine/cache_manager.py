@@ -18,7 +18,7 @@ from specmamba.cache.tiers.entry_folder import EntryFolder
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
-from specmamba.config import EngineConfig
+from specmamba.config import WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.request import Request
 from specmamba.models.base import LoadedModel, Models
@@ -356,7 +356,7 @@ def _identity(config: EngineConfig, folder: Path, models: Models, drafts: DraftP
         "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
         "quantization": f"{config.quantization} {config.quantization_group_size}",
     }
-    if drafts.algorithm in ("none", "ngram"):
+    if drafts.algorithm in WEIGHTLESS:
         return own
     path = config.speculative_draft_model_path
     of_draft = {

@@ -387,11 +387,16 @@ class Engine:
         return views
 
     def flush_cache(self) -> int:
-        """Drop every cached prefix that no running request uses; returns the number of tokens dropped."""
+        """Drop every cached prefix that no running request uses, and shared texts to draft from.
+
+        Returns:
+            The number of cached tokens dropped.
+        """
+        self.runner.drafter.forget_texts()
         return self.cache_manager.cache.reset()
 
     def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
-        """Make a drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""
+        """Make a drafter on this engine's pools. Raises ConfigError when a corpus cannot be read."""
         return build_drafter(plan, config, self.models, self.pools.kv, self.pools.table, self.tokenizer.encode)
 
     @property

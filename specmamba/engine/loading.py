@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from specmamba.checkpoints.checkpoint import read_architecture, resolve_checkpoint
-from specmamba.config import FORM_FLAG, EngineConfig
+from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
@@ -111,7 +111,7 @@ def _load(
         layout_device_type=device.type,
     )
     target = _keeping_states(load_model(folder, options), config, device)
-    looks = config.speculative_algorithm not in ("none", "ngram")
+    looks = config.speculative_algorithm not in WEIGHTLESS
     if draft_folder is None:
         return Models(target, None, looks)
     with _naming_the_draft(str(draft_folder)):
