@@ -34,17 +34,11 @@ class Automaton {
  public:
   explicit Automaton(int32_t max_match) : max_match_(max_match), slots_(64, kNone) { add(0, kNone, 0, kNone); }
 
-  int32_t extend(int32_t place, const int32_t* text, int64_t start, int64_t end) {
-    for (int64_t i = start; i < end; ++i) {
-      const int32_t token = text[i];
-      for (int32_t s = place; s != kRoot; s = states_[s].link) states_[s].newest = token;
-      const bool is_new = find(place, token) == kNone;
-      place = step(place, token);
-      const bool repeats = is_new && states_[states_[place].link].length >= max_match_;
-      if (repeats || states_[place].length >= 2 * max_match_) {
-        place = kRoot;
-        for (int64_t j = i + 1 - max_match_; j <= i; ++j) place = step(place, text[j]);
-      }
+  int32_t extend(int32_t place, const int32_t* tokens, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      place = shortened(place);
+      for (int32_t s = place; s != kRoot; s = states_[s].link) states_[s].newest = tokens[i];
+      place = shortened(step(place, tokens[i]));
       for (int32_t s = place; s != kRoot; s = states_[s].link) ++states_[s].count;
     }
     return place;
@@ -59,9 +53,7 @@ class Automaton {
       edge = find(state, token);
     }
     if (edge == kNone) return {kRoot, 0};
-    state = edges_[edge].target;
-    while (states_[states_[state].link].length >= max_match_) state = states_[state].link;
-    return {state, std::min(length + 1, max_match_)};
+    return {shortened(edges_[edge].target), std::min(length + 1, max_match_)};
   }
 
   Match match(const int32_t* text, int64_t size) const {
@@ -79,10 +71,17 @@ class Automaton {
   }
 
  private:
+  // The state of the end of max_match_ tokens, or of the whole string where it has fewer.
+  int32_t shortened(int32_t state) const {
+    while (state != kRoot && states_[states_[state].link].length >= max_match_) state = states_[state].link;
+    return state;
+  }
+
   int32_t step(int32_t place, int32_t token) {
     const int32_t known = find(place, token);
     if (known != kNone) {
-      const bool is_whole = states_[edges_[known].target].length == states_[place].length + 1;
+      const int32_t length = states_[place].length;
+      const bool is_whole = states_[edges_[known].target].length == length + 1 || length >= max_match_;
       return is_whole ? edges_[known].target : split(place, token, edges_[known].target);
     }
     const int32_t added = add(states_[place].length + 1, kRoot, 0, kNone);
@@ -306,8 +305,8 @@ void* suffix_new(int64_t max_match) { return new Automaton(static_cast<int32_t>(
 
 void suffix_free(void* automaton) { delete static_cast<Automaton*>(automaton); }
 
-int64_t suffix_extend(void* automaton, int64_t place, const int32_t* text, int64_t start, int64_t end) {
-  return static_cast<Automaton*>(automaton)->extend(static_cast<int32_t>(place), text, start, end);
+int64_t suffix_extend(void* automaton, int64_t place, const int32_t* tokens, int64_t count) {
+  return static_cast<Automaton*>(automaton)->extend(static_cast<int32_t>(place), tokens, count);
 }
 
 int64_t suffix_num_bytes(const void* automaton) { return static_cast<const Automaton*>(automaton)->num_bytes(); }

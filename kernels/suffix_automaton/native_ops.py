@@ -40,10 +40,10 @@ class SuffixAutomaton:
         """Memory that it has."""
         return int(library.required(code()).suffix_num_bytes(self.handle))
 
-    def extend(self, place: int, text: Tokens, start: int) -> int:
+    def extend(self, place: int, tokens: Tokens) -> int:
         """One call."""
-        require(text.dtype == np.int32 and text.flags.c_contiguous, "a text is int32, side by side")
-        return int(library.required(code()).suffix_extend(self.handle, place, text.ctypes.data, start, len(text)))
+        require(tokens.dtype == np.int32 and tokens.flags.c_contiguous, "a text is int32, side by side")
+        return int(library.required(code()).suffix_extend(self.handle, place, tokens.ctypes.data, len(tokens)))
 
 
 def draft(automata: Sequence[SuffixAutomaton], text: Tokens, rule: DraftRule) -> list[Node]:
@@ -73,7 +73,7 @@ def code() -> ctypes.CDLL | None:
     signatures: dict[str, list[Any]] = {
         "suffix_new": [c_int64],
         "suffix_free": [c_void_p],
-        "suffix_extend": [c_void_p, c_int64, c_void_p, c_int64, c_int64],
+        "suffix_extend": [c_void_p, c_int64, c_void_p, c_int64],
         "suffix_num_bytes": [c_void_p],
         "suffix_draft": [c_void_p, c_int64, c_void_p, c_int64, POINTER(_Rule), *[c_void_p] * 4],
     }

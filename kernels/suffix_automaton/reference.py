@@ -50,23 +50,18 @@ class SuffixAutomaton:
         """Memory that the native form needs at least for as much."""
         return STATE_BYTES * len(self._length) + EDGE_BYTES * sum(map(len, self._next))
 
-    def extend(self, place: int, text: Tokens, start: int) -> int:
-        """Add the tokens of a text from ``start`` on; returns its new place.
+    def extend(self, place: int, tokens: Tokens) -> int:
+        """Add tokens to a text; returns its new place.
 
         Args:
-            place: of ``text[:start]``; ROOT for a new text.
-            text: [n] int32.
-            start: 0 for a new text.
+            place: of the text so far; ROOT for a new one.
+            tokens: [n] int32, not negative.
         """
-        tokens = text.tolist()
-        for i in range(start, len(tokens)):
+        for token in tokens.tolist():
+            place = self._shortened(place)
             for state in self._contexts(place):
-                self._newest[state] = tokens[i]
-            is_new = tokens[i] not in self._next[place]
-            place = self._step(place, tokens[i])
-            repeats = is_new and self._length[self._link[place]] >= self.max_match
-            if repeats or self._length[place] >= 2 * self.max_match:
-                place = self._place_of(tokens[i + 1 - self.max_match : i + 1])
+                self._newest[state] = token
+            place = self._shortened(self._step(place, token))
             for state in self._contexts(place):
                 self._count[state] += 1
         return place
@@ -86,10 +81,7 @@ class SuffixAutomaton:
             length = self._length[state]
         if token not in self._next[state]:
             return ROOT, 0
-        state, length = self._next[state][token], length + 1
-        while self._length[self._link[state]] >= self.max_match:  # the longest contexts are left out
-            state = self._link[state]
-        return state, min(length, self.max_match)
+        return self._shortened(self._next[state][token]), min(length + 1, self.max_match)
 
     def levels(self, match: Match, min_match: int) -> Iterator[Match]:
         """Yield the longest contexts of a match that have continuations, at most ``MAX_LEVELS``."""
@@ -111,17 +103,17 @@ class SuffixAutomaton:
             yield state
             state = self._link[state]
 
-    def _place_of(self, tokens: Sequence[int]) -> int:
-        """Return the place of a new text of known tokens, which are not counted again."""
-        place = ROOT
-        for token in tokens:
-            place = self._step(place, token)
-        return place
+    def _shortened(self, state: int) -> int:
+        """Return the state of the end of ``max_match`` tokens, or of the whole string where it has fewer."""
+        while state != ROOT and self._length[self._link[state]] >= self.max_match:
+            state = self._link[state]
+        return state
 
     def _step(self, place: int, token: int) -> int:
         after = self._next[place].get(token)
         if after is not None:
-            return after if self._length[after] == self._length[place] + 1 else self._split(place, token, after)
+            is_whole = self._length[after] == self._length[place] + 1 or self._length[place] >= self.max_match
+            return after if is_whole else self._split(place, token, after)
         new = self._add(self._length[place] + 1, ROOT, 0, NO_TOKEN, {})
         state = place
         while state != NO_STATE and token not in self._next[state]:

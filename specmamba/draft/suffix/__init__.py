@@ -74,7 +74,7 @@ class SuffixDrafter(TextDrafter):
         self._corpus: list[SuffixAutomaton] = []
         if corpus_tokens is not None:
             self._corpus.append(suffix_automaton.new_automaton(rules.max_match))
-            self._corpus[0].extend(ROOT, corpus_tokens.int().numpy(), 0)
+            self._corpus[0].extend(ROOT, corpus_tokens.int().numpy())
 
     def share(self, row: int, key: Hashable) -> None:
         self._keys[row] = key
@@ -110,7 +110,8 @@ class SuffixDrafter(TextDrafter):
         for i, row in enumerate(batch.rows):
             _fill_levels(self._grow(row, rule), width, tokens[i], parents[i], logp[i])
         depths, ranks = np.repeat(np.arange(1, num_steps + 1), width), np.tile(np.arange(width), num_steps)
-        return Candidates(*map(torch.from_numpy, (tokens, parents, logp)), depths=depths, ranks=ranks)
+        on_cpu = torch.from_numpy(tokens), torch.from_numpy(parents), torch.from_numpy(logp)
+        return Candidates(*on_cpu, depths, ranks)
 
     def _drafts(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._add_new_tokens()
@@ -136,7 +137,7 @@ class SuffixDrafter(TextDrafter):
     def _add_new_tokens(self) -> None:
         for row in sorted(self._grown):
             own, known = self._texts[row], self._known(row)
-            own.place = own.automaton.extend(own.place, known, own.num_added)
+            own.place = own.automaton.extend(own.place, known[own.num_added :])
             if self._shared is not None and own.shared is not None:
                 self._shared.extend(own.shared, known, own.num_added)
             own.num_added = len(known)

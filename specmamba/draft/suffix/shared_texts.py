@@ -75,10 +75,8 @@ class SharedTexts:
     def _extend(self, shared: SharedText, text: Tokens, start: int) -> None:
         texts = self._newest(shared.key)
         if shared.texts is not texts:  # it goes on there, and begins with as much as a context may have
-            shared.texts = texts
-            shared.place = texts.automaton.extend(ROOT, text[max(0, start - self._max_match) :], 0)
-        else:
-            shared.place = texts.automaton.extend(shared.place, text, start)
+            shared.texts, shared.place, start = texts, ROOT, max(0, start - self._max_match)
+        shared.place = texts.automaton.extend(shared.place, text[start:])
         self.num_bytes += texts.num_bytes - self._by_use[texts]
         self._by_use[texts] = texts.num_bytes
         self._by_use.move_to_end(texts)
