@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, TreeShape, Verdict
+from specmamba.core import Batch, DraftTextStats, DraftTree, PendingTokens, PrefillChunk, TreeShape, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.kernels import tree as tree_ops
 
@@ -98,6 +98,11 @@ class Drafter(ABC):
 
     def forget_texts(self) -> None:  # noqa: B027
         """Drop what is known from the texts of other requests."""
+
+    @property
+    def text_stats(self) -> DraftTextStats | None:
+        """Memory of the texts that are known; None: none are kept but the requests' tokens."""
+        return None
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """Start a request (or start it over) in this row; ``tokens`` are all its known tokens, root included."""

@@ -365,9 +365,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""
-        sizer = self.runner.sizer
+        sizer, drafter = self.runner.sizer, self.runner.drafter
         stats = self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
-        return stats if sizer is None else replace(stats, sizing=sizer.stats())
+        return replace(stats, sizing=None if sizer is None else sizer.stats(), draft_texts=drafter.text_stats)
 
     def stats_of(self, tenant: str | None) -> TenantStats:
         """Numbers of one tenant's requests now, and since the start."""

@@ -15,7 +15,7 @@ from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.cache.tiers.disk_stats import DiskStats
 from specmamba.config import EngineConfig
-from specmamba.core import SizingStats, SpecStats
+from specmamba.core import DraftTextStats, SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.fair_queue import (
     PrefillTurns,
@@ -76,6 +76,7 @@ class EngineStats:
     prefix_cache: CacheStats
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
     disk: DiskStats | None = None  # None: no prefixes are on disk
+    draft_texts: DraftTextStats | None = None  # None: drafts are not copied from suffix automata
 
 
 @dataclass(frozen=True, slots=True)

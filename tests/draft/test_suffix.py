@@ -208,6 +208,9 @@ def test_salts_never_share_texts() -> None:
         assert spec("mine")[0] > alone[0]
         assert spec("yours") == alone
         assert spec(None) == alone
+        stats = llm.engine.stats().draft_texts
+        assert stats is not None
+        assert min(stats.own_bytes, stats.shared_bytes) > 0 == stats.corpus_bytes == stats.num_dropped
         llm.flush_cache()
         assert spec("mine") == alone
 

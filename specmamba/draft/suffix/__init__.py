@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import EngineConfig
-from specmamba.core import Batch
+from specmamba.core import Batch, DraftTextStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.suffix.shared_texts import SharedText, SharedTexts
@@ -33,7 +33,7 @@ class _OwnText:
     automaton: SuffixAutomaton
     shared: SharedText | None
     place: int = ROOT
-    num_added: int = field(default=0)
+    num_added: int = 0
 
 
 class SuffixDrafter(TextDrafter):
@@ -94,6 +94,16 @@ class SuffixDrafter(TextDrafter):
         self._add_new_tokens()
         if self._shared is not None:
             self._shared.forget()
+
+    @property
+    def text_stats(self) -> DraftTextStats:
+        shared = self._shared
+        return DraftTextStats(
+            own_bytes=sum(text.automaton.num_bytes for text in self._texts.values()),
+            shared_bytes=0 if shared is None else shared.num_bytes,
+            corpus_bytes=sum(automaton.num_bytes for automaton in self._corpus),
+            num_dropped=0 if shared is None else shared.num_dropped,
+        )
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
         self._add_new_tokens()

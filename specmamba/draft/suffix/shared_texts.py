@@ -47,7 +47,7 @@ class SharedTexts:
         self._of_key: dict[Hashable, list[_Texts]] = {}  # the newest last
         self._by_use: OrderedDict[_Texts, int] = OrderedDict()  # and their bytes, the latest use last
         self.num_bytes = 0
-        self.num_dropped = 0  # automata so far
+        self.num_dropped = 0  # automata so far, for want of memory
 
     def of(self, key: Hashable) -> list[SuffixAutomaton]:
         """Return the automata of a key, the newest first."""
@@ -82,6 +82,7 @@ class SharedTexts:
         self._by_use.move_to_end(texts)
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._by_use)))
+            self.num_dropped += 1
 
     def _newest(self, key: Hashable) -> _Texts:
         """Return the automaton of a key that texts are added to."""
@@ -95,7 +96,6 @@ class SharedTexts:
 
     def _drop(self, texts: _Texts) -> None:
         self.num_bytes -= self._by_use.pop(texts)
-        self.num_dropped += 1
         of_key = self._of_key[texts.key]
         of_key.remove(texts)
         if not of_key:
