@@ -28,8 +28,8 @@ class SuffixRules(NamedTuple):
     """How suffix drafts are made: the flags ``--speculative-suffix-*``."""
 
     max_match: int = 64
-    factor: float = 4.0
-    min_probability: float = 0.02
+    factor: float = 6.0
+    min_probability: float = 0.01
     shared_mib: int = 64
 
 
@@ -113,14 +113,14 @@ class EngineConfig(ModelFlags):
     ] = None
     speculative_suffix_factor: Annotated[
         float | None,
-        Field(gt=0, le=64, description="suffix: depth of a draft for each token of that end; none: 4"),
+        Field(gt=0, le=64, description="suffix: depth of a draft for each token of that end; none: 6"),
     ] = None
     speculative_suffix_min_probability: Annotated[
         float | None,
         Field(
             ge=0,
             lt=1,
-            description="suffix: of a node, from the root on, by counts; none: 0.02 (adaptive sizes decide themselves)",
+            description="suffix: of a node, from the root on, by counts; none: 0.01 (adaptive sizes decide themselves)",
         ),
     ] = None
     speculative_suffix_shared_mib: Annotated[

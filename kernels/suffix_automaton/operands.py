@@ -39,7 +39,7 @@ class DraftRule:
     max_width: int  # nodes of a depth
     max_match: int = 64  # tokens of a context
     min_match: int = 1
-    factor: float = 4.0  # depth below the root for each token of the longest context there
+    factor: float = 6.0  # depth below the root for each token of the longest context there
     min_probability: float = 0.0  # of a path from the root
     newest: float = 0.5  # occurrences that the newest continuation counts for besides its own
     doubt: float = 4.0  # occurrences that all shorter contexts count for beside one of no tokens
