@@ -284,6 +284,4 @@ def _draft_model_problem(config: EngineConfig) -> str | None:
         return "--speculative-draft-model-revision needs --speculative-draft-model-path"
     if algorithm in WEIGHTLESS and config.speculative_draft_model_quantization != "auto":
         return f"{FORM_FLAG}: {algorithm} has no matrices; drop it"
-    if algorithm == "draft-model" and config.draft_topk > 1:
-        return "--speculative-algorithm: draft-model drafts chains: drop --speculative-eagle-topk"
     return None

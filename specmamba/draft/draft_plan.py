@@ -61,9 +61,11 @@ def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) 
         return NOTHING
     plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config, algorithm)
     plan = replace(plan, algorithm=algorithm, draws_drafts=plan.draws_drafts and algorithm not in TEXT_ALGORITHMS)
-    if algorithm == "draft-model" and (plan.topk > 1 or plan.trees is not None):
-        flag = "--speculative-eagle-topk" if plan.trees is None else "--speculative-tree"
-        raise ConfigError(f"--speculative-draft-model-path names a draft model, which drafts chains: drop {flag}")
+    if algorithm == "draft-model" and plan.trees is not None:
+        raise ConfigError(
+            "--speculative-draft-model-path names a draft model, which drafts chains and dynamic trees: drop "
+            "--speculative-tree"
+        )
     if plan.topk > vocab_size and algorithm not in TEXT_ALGORITHMS:
         raise ConfigError(f"--speculative-eagle-topk {plan.topk} is more than the {vocab_size} tokens there are")
     return plan

@@ -44,7 +44,7 @@ DRAFT_SHAPES: dict[DraftKind, tuple[str, ...]] = {
     "mtp": (CHAIN, DYNAMIC, STATIC),
     "eagle": (CHAIN, DYNAMIC, STATIC),
     "eagle3": (CHAIN, DYNAMIC, STATIC),
-    "draft-model": (CHAIN,),
+    "draft-model": (CHAIN, DYNAMIC),
 }
 
 

@@ -38,6 +38,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "n-grams": {"speculative_algorithm": "ngram"},
     "suffix": {"speculative_algorithm": "suffix"},
     "draft model": {"speculative_draft_model_path": str(DEMO_MODEL), "speculative_algorithm": "draft-model"},
+    "draft model, trees": {
+        "speculative_draft_model_path": str(DEMO_MODEL),
+        "speculative_algorithm": "draft-model",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 8,
+    },
     "wide tree": {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 15},
     "pages of 16, extra buffer": {
         "page_size": 16,

@@ -173,7 +173,6 @@ class TestAliases:
         [
             (["--speculative-algorithm", "none"], "none has no use for it"),
             (["--speculative-algorithm", "ngram"], "ngram has no use for it"),
-            (["--speculative-algorithm", "draft-model", "--speculative-eagle-topk", "2"], "drafts chains"),
         ],
     )
     def test_a_path_that_is_not_used(self, flags: list[str], words: str) -> None:

@@ -223,7 +223,7 @@ def test_a_draft_model(tiny: Path, tmp_path: Path) -> None:
     assert info["draft"]["kind"] == "draft-model"
     assert info["draft"]["layers"] == {"blocks": 2, "gated_delta_net": 2, "mlp": 2}
     assert info["draft"]["parameters"] == info_of(draft)["parameters"]
-    assert info["supported"]["algorithms"]["draft-model"] == ["chain"]
+    assert info["supported"]["algorithms"]["draft-model"] == ["chain", "dynamic tree"]
     other = write_tiny_checkpoint(tmp_path / "other", 2, with_mtp=False, vocab_size=77)
     with pytest.raises(ConfigError, match=r"77.*131"):
         info_of(tiny, speculative_draft_model_path=str(other))

@@ -168,7 +168,11 @@ class Demand:
     def _draft_model_bytes(self, max_nodes: int) -> int:
         """Bytes of a draft model for one running request: its state, the records to roll it back, pending tokens."""
         draft = self.shape.draft_model
-        return 0 if draft is None else draft.state_bytes_per_slot + draft.record_bytes(max_nodes) + 2 * SLOT_BYTES
+        if draft is None:
+            return 0
+        # a level of a tree may run more nodes than a verify has
+        records = draft.record_bytes(max(max_nodes, self.num_lookahead_slots))
+        return draft.state_bytes_per_slot + records + 2 * SLOT_BYTES
 
     def _distribution_bytes(self, max_nodes: int) -> int:
         """Bytes of the distributions in a step of one request."""
