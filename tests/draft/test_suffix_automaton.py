@@ -135,8 +135,8 @@ def test_native_code_makes_the_same_states_and_trees() -> None:
     for _ in range(120):
         max_match, letters = rng.choice([2, 3, 8, 64]), rng.choice([1, 2, 3, 8])
         shape = rng.choice([1, 3, 20]), rng.choice([1, 2, 4]), rng.choice([1, 3, 8]), rng.choice([1, 3, 99])
-        own = {"factor": rng.choice([0.5, 1.0, 4.0]), "min_probability": rng.choice([0.0, 0.05])}
-        rule = DraftRule(*shape, max_match=max_match, **own)
+        factor, least = rng.choice([0.5, 1.0, 4.0]), rng.choice([0.0, 0.05])
+        rule = DraftRule(*shape, max_match=max_match, factor=factor, min_probability=least)
         forms = [[form.SuffixAutomaton(max_match) for _ in range(2)] for form in (reference, native_ops)]
         texts: list[list[int]] = [[], [], []]
         places = [[ROOT] * 3, [ROOT] * 3]
@@ -158,7 +158,7 @@ def test_native_code_makes_the_same_states_and_trees() -> None:
 def test_native_code_refuses_what_it_cannot_read() -> None:
     automaton = native_ops.SuffixAutomaton(64)
     with pytest.raises(ValueError, match="a text is int32"):
-        automaton.extend(ROOT, np.zeros(4, np.int64))  # type: ignore[arg-type]
+        automaton.extend(ROOT, np.zeros(4, np.int64))
     with pytest.raises(ValueError, match="a text is int32"):
         native_ops.draft([automaton], array([1, 2, 3, 4])[::2], RULE)
     with pytest.raises(ValueError, match="the rule's max_match"):
