@@ -180,7 +180,7 @@ class Recorder:
         """Compare the children of every node with the model's likeliest tokens after its path, without a cache."""
         assert self.drafts
         for draft in self.drafts:
-            paths, children = {0: ()}, dict[int, list[int]]()
+            paths, children = dict[int, Tokens]({0: ()}), dict[int, list[int]]()
             for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):
                 if parent >= 0:
                     paths[node] = (*paths[parent], token)
@@ -354,8 +354,12 @@ class TestDrafts:
             recorder.check(noisy)
 
 
-TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8}
-WHOLE_TREE = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7}
+TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8}
+WHOLE_TREE: dict[str, Any] = {
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 2,
+    "speculative_num_draft_tokens": 7,
+}
 
 
 class TestTrees:

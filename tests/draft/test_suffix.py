@@ -79,7 +79,7 @@ class TestDrafter:
             ]
             offer = drafter.offer(batch, steps)
             for i, row in enumerate(members):
-                found = {}
+                found = dict[int, tuple[tuple[int, ...], float]]()
                 for place in np.flatnonzero(np.isfinite(offer.logp[i].numpy())).tolist():
                     parent = int(offer.parents[i, place])
                     assert offer.depths[place] == (offer.depths[parent - 1] + 1 if parent else 1)
@@ -114,7 +114,7 @@ class TestDrafter:
 
     @pytest.mark.parametrize("flag", ["disable_radix_cache", "speculative_suffix_shared_mib"])
     def test_nothing_is_shared_where_flags_say_so(self, flag: str) -> None:
-        drafter = suffix_drafter(3, 4, 4, **{flag: flag == "disable_radix_cache"})
+        drafter = suffix_drafter(3, 4, 4, None, **{flag: flag == "disable_radix_cache"})
         for row, text in ((1, [5, 6, 7, 8]), (2, [5, 6])):
             drafter.share(row, "a")
             drafter.begin(row, text)
@@ -185,8 +185,8 @@ def test_the_text_is_that_of_plain_decoding(tiny: str, adaptive: str) -> None:
     params = [SamplingParams(max_tokens=40 - i, seed=i, ignore_eos=True, **kinds[i % 3]) for i in range(6)]
     rounds: dict[str, list[list[RequestOutput]]] = {}
     for algorithm in ("none", "suffix"):
-        settings = FLAGS | {"model": tiny, "speculative_algorithm": algorithm, "max_total_tokens": 120}
-        with LLM(**settings, speculative_adaptive=adaptive) as llm:
+        settings = FLAGS | {"model": tiny, "speculative_algorithm": algorithm, "speculative_adaptive": adaptive}
+        with LLM(**settings, max_total_tokens=120) as llm:
             rounds[algorithm] = [llm.generate(prompts, params) for _ in range(2)]
             assert llm.engine.stats().num_preemptions
     for plain, outputs in zip(rounds["none"], rounds["suffix"], strict=True):
