@@ -6,7 +6,7 @@ These classes are the command line, the environment, the TOML file and the keywo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,10 +17,21 @@ from specmamba.flags.settings import CommandLine as CommandLine  # tools without
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 
-Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
+Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram", "suffix"]
+TEXT_ALGORITHMS = ("ngram", "suffix")  # they draft from texts
+WEIGHTLESS = ("none", *TEXT_ALGORITHMS)
 MAX_DRAFT_TOKENS = 64
 DEFAULT_LARGEST = 64  # requests of the largest captured step without --cuda-graph-max-bs
 FORM_FLAG = "--speculative-draft-model-quantization"
+
+
+class SuffixRules(NamedTuple):
+    """How suffix drafts are made: the flags ``--speculative-suffix-*``."""
+
+    max_match: int = 64
+    factor: float = 6.0
+    min_probability: float = 0.01
+    shared_mib: int = 64
 
 
 class EngineConfig(ModelFlags):
@@ -31,7 +42,7 @@ class EngineConfig(ModelFlags):
         BeforeValidator(own_value("speculative_algorithm")),
         Field(
             description="how to draft; auto: with what --speculative-draft-model-path holds, else mtp if the "
-            "checkpoint has an MTP head; NEXTN: mtp; ngram: from text"
+            "checkpoint has an MTP head; NEXTN: mtp; ngram, suffix: from text"
         ),
     ] = "auto"
     speculative_draft_model_path: Annotated[
@@ -49,14 +60,14 @@ class EngineConfig(ModelFlags):
         ),
     ] = "auto"
     speculative_num_steps: Annotated[
-        int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3 (ngram: 4)")
+        int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3 (ngram: 4, suffix: 8)")
     ] = None
     speculative_eagle_topk: Annotated[
         int | None,
         Field(
             ge=1,
             le=64,
-            description="children per node of a draft tree; none: 1, a chain (ngram: 4)",
+            description="children per node of a draft tree; none: 1, a chain (ngram, suffix: 4)",
         ),
     ] = None
     speculative_num_draft_tokens: Annotated[
@@ -96,6 +107,34 @@ class EngineConfig(ModelFlags):
     ] = None
     speculative_ngram_corpus: Annotated[
         Path | None, Field(description="ngram: a text file to draft from, besides the request's own text")
+    ] = None
+
+    speculative_suffix_max_match: Annotated[
+        int | None, Field(ge=2, le=512, description="suffix: tokens of the longest known end of a text; none: 64")
+    ] = None
+    speculative_suffix_factor: Annotated[
+        float | None,
+        Field(gt=0, le=64, description="suffix: depth of a draft for each token of that end; none: 6"),
+    ] = None
+    speculative_suffix_min_probability: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="suffix: of a node, from the root on, by counts; none: 0.01 (adaptive sizes decide themselves)",
+        ),
+    ] = None
+    speculative_suffix_shared_mib: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=1 << 20,
+            description="suffix: MiB for texts of other requests that may share cached prefixes; 0: their own texts "
+            "only; none: 64",
+        ),
+    ] = None
+    speculative_suffix_corpus: Annotated[
+        Path | None, Field(description="suffix: a text file to draft from, besides the requests' texts")
     ] = None
 
     @model_validator(mode="after")
@@ -149,14 +188,14 @@ class EngineConfig(ModelFlags):
             return self.speculative_num_steps
         if self.speculative_num_draft_tokens is not None and self.draft_topk == 1:
             return self.speculative_num_draft_tokens - 1
-        return 4 if self.speculative_algorithm == "ngram" else 3
+        return {"ngram": 4, "suffix": 8}.get(self.speculative_algorithm, 3)
 
     @property
     def draft_topk(self) -> int:
         """Largest number of children of a node; 1 is a chain."""
         if self.speculative_eagle_topk is not None:
             return self.speculative_eagle_topk
-        return 4 if self.speculative_algorithm == "ngram" else 1
+        return 4 if self.speculative_algorithm in TEXT_ALGORITHMS else 1
 
     @property
     def num_draft_nodes(self) -> int:
@@ -171,6 +210,17 @@ class EngineConfig(ModelFlags):
         """The fewest tokens that must match for an n-gram draft, and the most that are compared."""
         fewest, most = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
         return fewest or 1, most or max(12, fewest or 1)
+
+    @property
+    def suffix_rules(self) -> SuffixRules:
+        """How suffix drafts are made."""
+        given = {name: getattr(self, f"speculative_suffix_{name}") for name in SuffixRules._fields}
+        return SuffixRules(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def draft_corpus(self) -> Path | None:
+        """The text file that drafts come from."""
+        return self.speculative_ngram_corpus or self.speculative_suffix_corpus
 
     @property
     def model_path(self) -> str:
@@ -197,20 +247,16 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     given = config.drafting_flags
     if config.speculative_algorithm == "none" and given:
         return f"{' and '.join(given)} need a drafter: drop them, or choose --speculative-algorithm mtp"
-    ngram = {
-        "--speculative-ngram-corpus": config.speculative_ngram_corpus,
-        "--speculative-ngram-min-match-window-size": config.speculative_ngram_min_match_window_size,
-        "--speculative-ngram-max-match-window-size": config.speculative_ngram_max_match_window_size,
-    }
-    orphans = [flag for flag, value in ngram.items() if value is not None]
-    if config.speculative_algorithm != "ngram" and orphans:
-        return f"{', '.join(orphans)} needs --speculative-algorithm ngram"
-    if config.speculative_ngram_corpus is not None and config.skip_tokenizer_init:
-        return "--speculative-ngram-corpus: a text needs the tokenizer: drop it, or --skip-tokenizer-init"
+    for algorithm in TEXT_ALGORITHMS:
+        if orphans := _flags_of(config, algorithm) if config.speculative_algorithm != algorithm else []:
+            return f"{', '.join(orphans)} needs --speculative-algorithm {algorithm}"
+    if config.draft_corpus is not None and config.skip_tokenizer_init:
+        flag = f"--speculative-{config.speculative_algorithm}-corpus"
+        return f"{flag}: a text needs the tokenizer: drop it, or --skip-tokenizer-init"
     if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:
-        if config.speculative_algorithm in ("ngram", "draft-model"):
+        if config.speculative_algorithm in (*TEXT_ALGORITHMS, "draft-model"):
             return f"--speculative-tree: {config.speculative_algorithm} makes its own drafts; drop it, or choose mtp"
         shapeless = "--speculative-tree", "--speculative-accept", FORM_FLAG
         rest = ", ".join(flag for flag in given if flag not in shapeless)
@@ -221,7 +267,7 @@ def _speculation_problem(config: EngineConfig) -> str | None:
             f"a chain of {steps} steps has {steps + 1} nodes with its root, not {nodes}: set "
             f"--speculative-num-draft-tokens {steps + 1} or leave it out, or give --speculative-eagle-topk for a tree"
         )
-    if nodes > largest_tree(steps, topk) and config.speculative_algorithm != "ngram":
+    if nodes > largest_tree(steps, topk) and config.speculative_algorithm not in TEXT_ALGORITHMS:
         return (
             f"{steps} steps of top {topk} give {largest_tree(steps, topk)} nodes with the root, not {nodes}: lower "
             "--speculative-num-draft-tokens, or raise --speculative-num-steps or --speculative-eagle-topk"
@@ -229,17 +275,22 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     return None
 
 
+def _flags_of(config: EngineConfig, algorithm: str) -> list[str]:
+    """The given flags that have no meaning but for drafts by this algorithm."""
+    prefix = f"speculative_{algorithm}_"
+    names = [name for name in EngineConfig.model_fields if name.startswith(prefix)]
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) is not None]
+
+
 def _draft_model_problem(config: EngineConfig) -> str | None:
     """Return what is wrong with the flags of a separate draft model, likewise."""
     algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
     if algorithm in ("eagle", "eagle3", "draft-model") and path is None:
         return f"--speculative-algorithm: {algorithm} needs --speculative-draft-model-path"
-    if algorithm in ("none", "ngram") and path is not None:
+    if algorithm in WEIGHTLESS and path is not None:
         return f"--speculative-draft-model-path: {algorithm} has no use for it; drop it, or choose auto"
     if config.speculative_draft_model_revision is not None and path is None:
         return "--speculative-draft-model-revision needs --speculative-draft-model-path"
-    if algorithm in ("none", "ngram") and config.speculative_draft_model_quantization != "auto":
+    if algorithm in WEIGHTLESS and config.speculative_draft_model_quantization != "auto":
         return f"{FORM_FLAG}: {algorithm} has no matrices; drop it"
-    if algorithm == "draft-model" and config.draft_topk > 1:
-        return "--speculative-algorithm: draft-model drafts chains: drop --speculative-eagle-topk"
     return None

@@ -84,6 +84,16 @@ class SpecStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTextStats:
+    """Memory of the texts that drafts are copied from, in bytes."""
+
+    own_bytes: int  # of requests' own texts
+    shared_bytes: int  # of texts that requests share
+    corpus_bytes: int
+    num_dropped: int  # parts of shared texts, since the start, for want of memory
+
+
+@dataclass(frozen=True, slots=True)
 class SizingStats:
     """What the sizing of drafts has decided since the start, and thinks now."""
 

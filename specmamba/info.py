@@ -109,7 +109,7 @@ def _stored(info: Info) -> Iterator[Row]:
 def _drafting(info: Info) -> Iterator[Row]:
     draft, chosen = info["draft"], info["drafts_with"]
     if draft is None:
-        yield "draft", "none was found: give one with --speculative-draft-model-path, or draft with ngram"
+        yield "draft", "none was found: give one with --speculative-draft-model-path, or draft with ngram or suffix"
     else:
         where = "in the checkpoint" if draft["path"] is None else draft["path"]
         size = f"{_count(draft['parameters'])} parameters, {readable(draft['weight_bytes'])}"

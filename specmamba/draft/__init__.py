@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
-from specmamba.config import EngineConfig
+from specmamba.config import TEXT_ALGORITHMS, EngineConfig
 from specmamba.draft.draft_model import ModelDrafter
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
-from specmamba.draft.ngram.matching import read_corpus
+from specmamba.draft.suffix import SuffixDrafter
+from specmamba.draft.text_drafter import read_corpus
 from specmamba.models.base import Models
 from specmamba.models.hybrid import num_attention_layers
 
@@ -32,10 +33,11 @@ def build_drafter(
     """
     if plan.algorithm == "none":
         return NoDrafter()
-    if plan.algorithm == "ngram":
-        file = config.speculative_ngram_corpus
-        corpus = None if file is None else read_corpus(file, encode, models.target.target.vocab_size)
-        return NgramDrafter(plan, config, table, corpus)
+    if plan.algorithm in TEXT_ALGORITHMS:
+        file, vocab_size = config.draft_corpus, models.target.target.vocab_size
+        corpus = None if file is None else read_corpus(file, encode, vocab_size, plan.algorithm)
+        drafts_by = NgramDrafter if plan.algorithm == "ngram" else SuffixDrafter
+        return drafts_by(plan, config, table, corpus)
     if models.draft is not None:
         return ModelDrafter(models.draft, plan, kv_pool, table)
     head = models.target.draft_head

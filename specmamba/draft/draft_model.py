@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ExtendState, PagedKV, batch_rows
+from specmamba.cache.access import ExtendState, PagedKV, batch_rows, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape
@@ -19,7 +18,8 @@ from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, chain_shape, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
-from specmamba.draft.heads.tree_growth import offer_comb
+from specmamba.draft.heads.descent import DraftEntries
+from specmamba.draft.heads.tree_growth import candidates_of, grow, grow_dynamic_tree, offer_comb
 from specmamba.kernels import paged_attention
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
@@ -94,9 +94,18 @@ class DraftStates:
         """Make room for ``num_tokens`` records behind each row's checkpoint, so that they can be rolled back."""
         self._records.reserve(rows, num_tokens)
 
-    def plan(self, rows: Sequence[int], chain: TreeShape) -> tuple[RecordPlan, VerifyState[RecordPlan]]:
-        """Prepare a forward of chains behind what rows have run; returns the plan and the states for layers."""
-        plan = self._records.plan(rows, chain)
+    def reserve_trees(self, rows: Sequence[int], num_tokens: int, num_nodes: int) -> None:
+        """Make room for ``num_tokens`` records and behind them for trees of ``num_nodes`` nodes: no forward folds."""
+        spare = self._records.max_nodes if self._records.folds_in_verify else 0
+        self._records.reserve(rows, num_tokens + num_nodes + spare)
+
+    def plan(self, rows: Sequence[int], tree: TreeShape) -> tuple[RecordPlan, VerifyState[RecordPlan]]:
+        """Prepare a forward of chains or trees behind what rows have run; returns the plan and the states for layers.
+
+        Trees may have several nodes without a parent. A forward that is not committed leaves nothing behind, if room
+        was made for its records (``reserve_trees``).
+        """
+        plan = self._records.plan(rows, tree)
         return plan, VerifyState(self._records, plan)
 
     def commit(self, plan: RecordPlan, counts: Sequence[int]) -> None:
@@ -150,7 +159,7 @@ MAX_PENDING = 8  # pending tokens of a row, its root included, before the model 
 
 
 class ModelDrafter(Drafter):
-    """Drafts chains from a model that runs the same text as the target.
+    """Drafts chains or dynamic trees from a model that runs the same text as the target.
 
     Keys and values of both models have the same token slots, so that a prefix that is shared for one is shared for
     the other. In a step the model runs its *pending* tokens (decided and not run yet, the root is the last of them) and
@@ -158,22 +167,29 @@ class ModelDrafter(Drafter):
     drafts were accepted, the last one has not been run: it stays pending before the next root. A step that drafts
     nothing for a row may leave all its tokens pending. A request that continues from a cached prefix starts from a copy
     of the whole state.
+
+    A tree grows level by level. Each level is one forward over all nodes so far that have children, as a verify of
+    their trees behind the root: siblings see their own ancestors, and their records stay where the next forward writes.
+    So a tree leaves nothing to roll back, and the tokens of the accepted path are pending with the next root.
     """
 
     has_pending_tokens = True
 
     def __init__(self, model: LoadedModel, plan: DraftPlan, kv_pool: KVPool, table: RequestTable) -> None:
         self.max_nodes = plan.max_nodes
-        self.num_distributions = plan.num_steps + 1
+        self.num_distributions = 2 + (plan.num_steps - 1) * plan.width
+        self._plan, self._is_tree = plan, plan.topk > 1
+        self._entries = DraftEntries.of_roots(table.kv_slots.new_zeros(0, 1))  # of the tree that grows
         self._model = model.target
         self._picker = ChildPicker(plan.draws_drafts)
         self._kv_pool = kv_pool.from_layer(len(kv_pool.k) - model.cache_shape.num_kv_layers)
         self._table = table
         self._device = table.kv_slots.device
-        most = max(plan.max_nodes, MAX_PENDING)  # tokens of one forward
+        most = max(plan.num_lookahead_slots, MAX_PENDING)  # tokens of one forward
         self._states = DraftStates(model.cache_shape, table.num_rows, most, self._device)
         num_rows = table.num_rows + 1
-        self._tokens = torch.zeros(num_rows, MAX_PENDING + 2, dtype=torch.int64, device=self._device)
+        self._num_left = plan.num_steps + 1 if self._is_tree else 2  # tokens that a draft may leave pending
+        self._tokens = torch.zeros(num_rows, MAX_PENDING + self._num_left, dtype=torch.int64, device=self._device)
         self._num_pending = [1] * num_rows  # pending tokens of each row; the root is the last of them
         self._root = [0] * num_rows  # positions of the roots
         self._depth = 0  # of the current step's drafts
@@ -216,15 +232,38 @@ class ModelDrafter(Drafter):
         """Whether a row has no room for another pending token."""
         return [self._num_pending[row] >= MAX_PENDING for row in rows]
 
+    @property
+    def head(self) -> Target:
+        """The model, which has logits."""
+        return self._model
+
     def propose(self, batch: Batch) -> DraftTree:
-        self._depth = self.max_nodes - 1
+        self._depth = self._plan.num_steps
         hidden = self._catch_up(batch)
-        return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, self._descender(batch))
+        if self._is_tree:
+            return grow_dynamic_tree(self, self._picker, self._plan, batch, hidden)
+
+        def descend(nodes: Tensor, states: Tensor, depth: int) -> Tensor:
+            return self.descend(batch, nodes, states, depth, None, depth)
+
+        return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, descend)
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
         self._depth = num_steps
-        runner = _ModelRunner(self._model, self._descender(batch))
-        return offer_comb(runner, self._picker, batch, self._catch_up(batch), num_steps, 1)
+        hidden = self._catch_up(batch)
+        if self._is_tree:
+            shape = num_steps, self._plan.topk, self._plan.width
+            return candidates_of(grow(self, self._picker, batch, hidden, shape))
+        return offer_comb(self, self._picker, batch, hidden, num_steps, 1)
+
+    def descend(
+        self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
+    ) -> Tensor:
+        """Run the model over draft nodes of one depth; ``MTPDrafter.descend`` describes arguments and result."""
+        if ancestors is not None:
+            return self._run_trees(batch, tokens, ancestors)
+        positions = batch.root_positions[:, None] + depth
+        return self._run(batch.rows, tokens, positions, batch.max_root_position + depth + 1)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
         assert batch.pending_tokens is not None
@@ -237,15 +276,17 @@ class ModelDrafter(Drafter):
         pending = batch.pending_tokens
         assert pending is not None
         kept = pending.kept if pending.kept is not None else pending.counts if pending.is_deferred else None
-        # the last of self._depth drafts has not been run
-        source = verdict.num_accepted.clamp(max=max(self._depth - 1, 0))[:, None] + torch.arange(2, device=self._device)
+        left = torch.arange(self._num_left, device=self._device)
+        # of a chain, the last of self._depth drafts has not been run; of a tree, none has
+        num_run = verdict.num_accepted.clamp(max=0 if self._is_tree else max(self._depth - 1, 0))
+        source = num_run[:, None] + left
         if pending.is_deferred and kept is None:
             kept = torch.full_like(verdict.num_accepted, pending.max_count)
         if kept is None:
-            target = torch.arange(2, device=self._device).expand_as(source)
+            target = left.expand_as(source)
         else:
-            target = kept[:, None] + torch.arange(2, device=self._device)
-            source = source.where(kept[:, None] == 0, torch.arange(2, device=self._device))
+            target = kept[:, None] + left
+            source = source.where(kept[:, None] == 0, left)
         tokens = verdict.path_tokens.gather(1, source.clamp(max=verdict.path_tokens.shape[1] - 1))
         self._tokens[batch.row_index[:, None], target] = tokens
 
@@ -255,7 +296,10 @@ class ModelDrafter(Drafter):
             if stays:
                 self._num_pending[row] += len(tokens)
                 continue
-            self._num_pending[row] = 2 if self._depth and len(tokens) > self._depth else 1
+            if self._is_tree:
+                self._num_pending[row] = len(tokens)
+            else:
+                self._num_pending[row] = 2 if self._depth and len(tokens) > self._depth else 1
             self._states.roll_back(row, self._root[row] + 1 - self._num_pending[row])
 
     def _prepared(self, rows: Sequence[int], stay: Sequence[bool], drafts: bool) -> HostPendingTokens:
@@ -264,19 +308,13 @@ class ModelDrafter(Drafter):
         kept = tuple(count * stays for count, stays in zip(counts, stay, strict=True)) if drafts and any(stay) else None
         return HostPendingTokens(counts, is_deferred=not drafts and all(stay), kept=kept)
 
-    def _descender(self, batch: Batch) -> Callable[[Tensor, Tensor, int], Tensor]:
-        def descend(token: Tensor, _: Tensor, depth: int) -> Tensor:
-            positions = batch.root_positions[:, None] + depth
-            return self._run(batch.rows, token, positions, batch.max_root_position + depth + 1)
-
-        return descend
-
     def _catch_up(self, batch: Batch) -> Tensor:
         """Run the pending tokens; return the model's hidden states after the roots, [B, 1, H]."""
         rows, longest = batch.rows, max(self._num_pending[row] for row in batch.rows)
         tokens = batch_rows(batch).take(self._tokens)[:, :longest]
         counts = [self._num_pending[row] for row in rows]
-        return self._run_pending(rows, tokens, batch.root_positions, counts, self.max_nodes - 1)
+        self._entries = DraftEntries.of_roots(batch.root_tokens[:, None])
+        return self._run_pending(rows, tokens, batch.root_positions, counts, self._plan.num_lookahead_slots - 1)
 
     def _run_before_roots(self, rows: Sequence[int]) -> None:
         """Run the pending tokens before the roots, of the rows that have some."""
@@ -306,7 +344,10 @@ class ModelDrafter(Drafter):
             self._states.start(row, self._root[row] + 1 - self._num_pending[row])
         longest = max(counts)
         last = max(self._root[row] - self._num_pending[row] + n for row, n in zip(rows, counts, strict=True))
-        self._states.reserve(rows, max(longest, 2) + num_drafts if num_drafts else longest)
+        if self._is_tree and num_drafts:
+            self._states.reserve_trees(rows, longest, num_drafts)
+        else:
+            self._states.reserve(rows, max(longest, 2) + num_drafts if num_drafts else longest)
         offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), last + 1  # a lone token sees all keys
         if min(counts) == longest:
             return self._run(rows, tokens, ends[:, None] + offsets, num_keys)[:, -1:]
@@ -315,6 +356,32 @@ class ModelDrafter(Drafter):
         positions = ends[:, None] + behind_end.clamp(max=0)
         hidden = self._run(rows, tokens, positions, num_keys, counts, behind_end <= 0)
         return hidden.gather(1, (count - 1)[..., None].expand(-1, 1, hidden.shape[2]))
+
+    def _run_trees(self, batch: Batch, tokens: Tensor, ancestors: Tensor) -> Tensor:
+        """Run the nodes of all depths so far, ``tokens`` [B, F] of the newest one included; nothing is committed.
+
+        Returns:
+            Hidden states after the newest nodes, [B, F, H].
+        """
+        entries = self._entries = self._entries.grow(tokens, ancestors)  # entry 0 is the root, which has been run
+        size, num_entries = entries.tokens.shape
+        shape = TreeShape(
+            parents=entries.parents[:, 1:] - 1,
+            ancestors=entries.ancestors[:, 1:, 1:].contiguous(),
+            depth=entries.depth[1:].expand(size, -1) - 1,
+            is_chain=False,
+            max_children=num_entries - 1,
+        )
+        _, state = self._states.plan(batch.rows, shape)
+        behind_root = batch.root_positions[:, None] + torch.arange(1, num_entries, device=self._device)
+        slots = self._table.slots_at(batch.row_index, behind_root)
+        keys = tree_keys(
+            self._table, batch, entries.ancestors[:, 1:].contiguous(), batch.max_root_position + num_entries
+        )
+        kv = PagedKV(self._kv_pool, slots.view(-1), keys)
+        positions = batch.root_positions[:, None] + entries.depth[1:]
+        hidden = self._model.forward(entries.tokens[:, 1:], ForwardContext(kv, state, positions)).hidden
+        return hidden[:, -tokens.shape[1] :]
 
     def _run(
         self,
@@ -353,22 +420,3 @@ class ModelDrafter(Drafter):
         hidden = self._model.forward(tokens, ForwardContext(kv, state, positions)).hidden
         self._states.commit(plan, counts or [length] * size)
         return hidden
-
-
-@dataclass(frozen=True)
-class _ModelRunner:
-    """A draft model in the terms of ``heads.tree_growth``, which calls it for chains only."""
-
-    model: Target
-    run: Callable[[Tensor, Tensor, int], Tensor]
-
-    @property
-    def head(self) -> Target:
-        """What has logits."""
-        return self.model
-
-    def descend(
-        self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
-    ) -> Tensor:
-        """Run the model over the nodes of one depth, one for each row."""
-        return self.run(tokens, hidden, depth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from specmamba.config import EngineConfig
+from specmamba.config import TEXT_ALGORITHMS, WEIGHTLESS, EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.models.base import DraftKind
 from specmamba.trees import TreeFile, read_tree_file
@@ -15,7 +15,7 @@ from specmamba.trees import TreeFile, read_tree_file
 class DraftPlan:
     """The drafter and the shape of its trees."""
 
-    algorithm: Literal["none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
+    algorithm: Literal["none", "mtp", "eagle", "eagle3", "draft-model", "ngram", "suffix"]
     num_steps: int  # depth of the deepest node
     topk: int  # largest number of children of a node
     max_nodes: int  # largest number of nodes of a tree, the root included
@@ -48,9 +48,9 @@ def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) 
     if algorithm == "mtp" and draft is None:
         raise ConfigError(
             "--speculative-algorithm mtp: this checkpoint has no MTP head (no mtp.* tensors); "
-            "choose auto, ngram or none, or a checkpoint that kept its MTP head"
+            "choose auto, ngram, suffix or none, or a checkpoint that kept its MTP head"
         )
-    if algorithm not in ("none", "ngram") and algorithm != draft:
+    if algorithm not in WEIGHTLESS and algorithm != draft:
         raise ConfigError(
             f"--speculative-algorithm {algorithm}: {config.speculative_draft_model_path} holds a draft of the kind "
             f"{draft}: choose {draft} or auto"
@@ -60,19 +60,21 @@ def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) 
             _refuse_unused_flags(config)
         return NOTHING
     plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config, algorithm)
-    plan = replace(plan, algorithm=algorithm, draws_drafts=plan.draws_drafts and algorithm != "ngram")
-    if algorithm == "draft-model" and (plan.topk > 1 or plan.trees is not None):
-        flag = "--speculative-eagle-topk" if plan.trees is None else "--speculative-tree"
-        raise ConfigError(f"--speculative-draft-model-path names a draft model, which drafts chains: drop {flag}")
-    if plan.topk > vocab_size and algorithm != "ngram":
+    plan = replace(plan, algorithm=algorithm, draws_drafts=plan.draws_drafts and algorithm not in TEXT_ALGORITHMS)
+    if algorithm == "draft-model" and plan.trees is not None:
+        raise ConfigError(
+            "--speculative-draft-model-path names a draft model, which drafts chains and dynamic trees: drop "
+            "--speculative-tree"
+        )
+    if plan.topk > vocab_size and algorithm not in TEXT_ALGORITHMS:
         raise ConfigError(f"--speculative-eagle-topk {plan.topk} is more than the {vocab_size} tokens there are")
     return plan
 
 
 def _plan_of_flags(config: EngineConfig, algorithm: str) -> DraftPlan:
     steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
-    width = topk
-    if config.is_adaptive and not config.has_shape and algorithm != "ngram":
+    width, is_text = topk, algorithm in TEXT_ALGORITHMS
+    if config.is_adaptive and not config.has_shape and not is_text:
         steps, topk, nodes = LARGEST_CHAIN if algorithm == "draft-model" else LARGEST_SIZED
         width = 1
     return DraftPlan(
@@ -81,10 +83,10 @@ def _plan_of_flags(config: EngineConfig, algorithm: str) -> DraftPlan:
         topk=topk,
         max_nodes=nodes,
         # every step but the last runs topk nodes through the head, which writes their keys and values
-        num_lookahead_slots=max(nodes, 1 + (steps - 1) * width) if algorithm != "ngram" else nodes,
+        num_lookahead_slots=nodes if is_text else max(nodes, 1 + (steps - 1) * width),
         draws_drafts=config.speculative_accept != "target",
         is_sized=config.is_adaptive,
-        width=width if algorithm != "ngram" else 1,
+        width=1 if is_text else width,
     )
 
 
@@ -107,5 +109,5 @@ def _refuse_unused_flags(config: EngineConfig) -> None:
     if flags := config.drafting_flags:
         raise ConfigError(
             f"{', '.join(flags)}: this needs a drafter, and this checkpoint has no MTP head: drop it, choose "
-            "--speculative-algorithm ngram, or give --speculative-draft-model-path"
+            "--speculative-algorithm suffix, or give --speculative-draft-model-path"
         )

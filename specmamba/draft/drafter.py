@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, TreeShape, Verdict
+from specmamba.core import Batch, DraftTextStats, DraftTree, PendingTokens, PrefillChunk, TreeShape, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.kernels import tree as tree_ops
 
@@ -92,6 +92,17 @@ class Drafter(ABC):
     def must_draft(self, rows: Sequence[int]) -> list[bool]:
         """Whether the drafter must run now for each row, because it cannot defer the row's tokens any longer."""
         return [False] * len(rows)
+
+    def share(self, row: int, key: Hashable) -> None:  # noqa: B027 - a drafter without texts does nothing
+        """Say, before ``begin``, with which other requests the next one of this row may share its text: of this key."""
+
+    def forget_texts(self) -> None:  # noqa: B027
+        """Drop what is known from the texts of other requests."""
+
+    @property
+    def text_stats(self) -> DraftTextStats | None:
+        """Memory of the texts that are known; None: none are kept but the requests' tokens."""
+        return None
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """Start a request (or start it over) in this row; ``tokens`` are all its known tokens, root included."""

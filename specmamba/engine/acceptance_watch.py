@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from specmamba.config import WEIGHTLESS
+
 logger = logging.getLogger("specmamba")
 
 NUM_DRAFTS = 200
@@ -13,9 +15,9 @@ class AcceptanceWatch:
     """Watches the first drafts of an engine. Heads that were loaded wrongly, or are another model's, show in them."""
 
     def __init__(self, algorithm: str) -> None:
-        """algorithm: of the drafts. N-grams are not watched: they may never match."""
+        """algorithm: of the drafts. Texts are not watched: they may never match."""
         self._algorithm = algorithm
-        self._num_left = 0 if algorithm in ("none", "ngram") else NUM_DRAFTS
+        self._num_left = 0 if algorithm in WEIGHTLESS else NUM_DRAFTS
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count the draft of a request in one step, and warn at the last one that is watched."""

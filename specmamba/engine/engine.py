@@ -396,9 +396,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""
-        sizer = self.runner.sizer
+        sizer, drafter = self.runner.sizer, self.runner.drafter
         stats = self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
-        return stats if sizer is None else replace(stats, sizing=sizer.stats())
+        return replace(stats, sizing=None if sizer is None else sizer.stats(), draft_texts=drafter.text_stats)
 
     def stats_of(self, tenant: str | None) -> TenantStats:
         """Numbers of one tenant's requests now, and since the start."""
@@ -418,11 +418,16 @@ class Engine:
         return views
 
     def flush_cache(self) -> int:
-        """Drop every cached prefix that no running request uses; returns the number of tokens dropped."""
+        """Drop every cached prefix that no running request uses, and shared texts to draft from.
+
+        Returns:
+            The number of cached tokens dropped.
+        """
+        self.runner.drafter.forget_texts()
         return self.cache_manager.flush()
 
     def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
-        """Make a drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""
+        """Make a drafter on this engine's pools. Raises ConfigError when a corpus cannot be read."""
         return build_drafter(plan, config, self.models, self.pools.kv, self.pools.table, self.tokenizer.encode)
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, read_architecture, resolve_checkpoint
-from specmamba.config import FORM_FLAG, EngineConfig
+from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
@@ -131,7 +131,7 @@ def _load(
         ranks=ranks,
     )
     target = _keeping_states(load_model(folder, options), config, device)
-    looks = config.speculative_algorithm not in ("none", "ngram")
+    looks = config.speculative_algorithm not in WEIGHTLESS
     if draft_folder is None:
         return Models(target, None, looks)
     with _naming_the_draft(str(draft_folder)):
@@ -323,7 +323,7 @@ def identity_of(config: EngineConfig, folder: Path, models: Models, drafts: Draf
         "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
         "quantization": f"{config.quantization} {config.quantization_group_size}",
     }
-    if drafts.algorithm in ("none", "ngram"):
+    if drafts.algorithm in WEIGHTLESS:
         return own
     path = config.speculative_draft_model_path
     of_draft = {

@@ -17,7 +17,7 @@ from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.checkpoints.files import read_json
 from specmamba.checkpoints.quantized.stored_report import StoredMatrices
-from specmamba.config import EngineConfig
+from specmamba.config import TEXT_ALGORITHMS, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.engine.loading import load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
@@ -48,7 +48,7 @@ DRAFT_SHAPES: dict[DraftKind, tuple[str, ...]] = {
     "mtp": (CHAIN, DYNAMIC, STATIC),
     "eagle": (CHAIN, DYNAMIC, STATIC),
     "eagle3": (CHAIN, DYNAMIC, STATIC),
-    "draft-model": (CHAIN,),
+    "draft-model": (CHAIN, DYNAMIC),
 }
 
 
@@ -67,7 +67,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
     folder = resolve_checkpoint(config.model_path, config.revision)
     require_target(folder)
     without = config.model_copy(update={"speculative_algorithm": "none", "speculative_draft_model_path": None})
-    is_looked_for = config.speculative_algorithm not in ("none", "ngram")
+    is_looked_for = config.speculative_algorithm not in WEIGHTLESS
     found_with = config if is_looked_for else config.model_copy(update={"speculative_algorithm": "auto"})
     with torch.inference_mode():
         alone = load_models(folder, without, device, only_shapes=True).target
@@ -174,7 +174,7 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
 
     with_draft = {} if draft is None else {draft: list(DRAFT_SHAPES[draft])}
     return {
-        "algorithms": {"none": [], "ngram": [CHAIN, DYNAMIC], **with_draft},
+        "algorithms": {"none": [], **{name: [CHAIN, DYNAMIC] for name in TEXT_ALGORITHMS}, **with_draft},
         "dtype": [choice for choice in choices("dtype") if choice != "auto"],
         "quantization": choices("quantization"),
         "mamba_ssm_dtype": choices("mamba_ssm_dtype"),
@@ -290,6 +290,7 @@ def describe_engine(
         "speculative_eagle_topk": drafts.topk,
         "speculative_num_draft_tokens": drafts.max_nodes,
         "speculative_adaptive": drafts.is_sized,
+        **({"speculative_suffix": config.suffix_rules._asdict()} if drafts.algorithm == "suffix" else {}),
         "speculative_state": config.speculative_state,
         "speculative_accept": config.speculative_accept,
         **describe_memory(memory),

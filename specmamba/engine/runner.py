@@ -70,6 +70,7 @@ class Runner:
 
     def admit(self, request: Request) -> None:
         """Prepare the drafter for a request in its new row; its first ``num_run`` tokens are cached."""
+        self.drafter.share(request.held_row, (request.owner.tenant, request.extra_key))
         self.drafter.begin(request.held_row, request.known_tokens(0, request.num_tokens))
         if request.num_run:
             features = self.pools.states.features[0, request.held_slot]

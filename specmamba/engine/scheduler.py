@@ -15,7 +15,7 @@ from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import EngineConfig
-from specmamba.core import SizingStats, SpecStats
+from specmamba.core import DraftTextStats, SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.fair_queue import (
     PrefillTurns,
@@ -77,6 +77,7 @@ class EngineStats:
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
     host: TierStats | None = None  # None: no prefixes are in host memory,
     disk: TierStats | None = None  # or on disk
+    draft_texts: DraftTextStats | None = None  # None: drafts are not copied from suffix automata
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specmamba.cache.memory import free_memory
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
-from specmamba.config import EngineConfig
+from specmamba.config import WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
@@ -75,7 +75,7 @@ class Workbench:
         engine = self._idle_engine()
         if others := flags.keys() - DRAFT_FIELDS:
             raise ConfigError(f"{', '.join(sorted(others))}: only the way of drafting can be changed here")
-        wants_draft = flags.get("speculative_algorithm", "auto") not in ("none", "ngram")
+        wants_draft = flags.get("speculative_algorithm", "auto") not in WEIGHTLESS
         if wants_draft and not engine.models.looked_for_draft:
             raise ConfigError("this engine was started without a draft: start it with auto, or the algorithm itself")
         loaded = {name: getattr(engine.config, name) for name in LOADED_FIELDS}
@@ -214,10 +214,7 @@ class Workbench:
 
     def _new_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         engine = self._engine
-        if plan.algorithm in (
-            "none",
-            "ngram",
-        ):  # these hold no states; making them can fail, so the old one stays until then
+        if plan.algorithm in WEIGHTLESS:  # no states; making them can fail, so the old one stays until then
             return engine.make_drafter(plan, config)
         engine.runner.drafter = NoDrafter()  # memory may not hold the states of two: free the old one first
         try:

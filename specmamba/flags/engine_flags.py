@@ -49,7 +49,7 @@ class EngineFlags(TypedDict, total=False):
     hicache_state_dtype: Literal["float32", "bfloat16", "float16"]
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_max_overtakes: int
-    speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
+    speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram", "suffix"]
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
     speculative_draft_model_quantization: Literal["auto", "none", "int8", "int4", "fp8"]
@@ -64,3 +64,8 @@ class EngineFlags(TypedDict, total=False):
     speculative_ngram_min_match_window_size: int | None
     speculative_ngram_max_match_window_size: int | None
     speculative_ngram_corpus: str | Path | None
+    speculative_suffix_max_match: int | None
+    speculative_suffix_factor: float | None
+    speculative_suffix_min_probability: float | None
+    speculative_suffix_shared_mib: int | None
+    speculative_suffix_corpus: str | Path | None

@@ -78,8 +78,14 @@ SPECULATIVE_FIELDS = {
     "revision": "speculative_draft_model_revision",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
     "prompt_lookup_max": "speculative_ngram_max_match_window_size",
+    "suffix_decoding_max_tree_depth": "speculative_suffix_max_match",
+    "suffix_decoding_max_spec_factor": "speculative_suffix_factor",
+    "suffix_decoding_min_token_prob": "speculative_suffix_min_probability",
 }
-METHODS = {"ngram": "ngram", "eagle": "eagle", "eagle3": "eagle3", "draft_model": "draft-model", "mtp": "mtp"}
+METHODS = {
+    **{name: name for name in ("ngram", "suffix", "eagle", "eagle3", "mtp")},
+    "draft_model": "draft-model",
+}
 
 # of settings that have the same name
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {

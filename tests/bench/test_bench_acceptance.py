@@ -747,5 +747,5 @@ def test_a_checkpoint_without_a_head(tmp_path: Path, capsys: pytest.CaptureFixtu
     line = refused(capsys, "--model", str(bare), "--speculative-algorithm", algorithm)
     assert line.endswith(
         "this checkpoint has no MTP head: give a draft with --speculative-draft-model-path, or choose "
-        "--speculative-algorithm ngram"
+        "--speculative-algorithm suffix"
     )

@@ -133,6 +133,7 @@ class Draft:
     text: Tokens
     tokens: Tokens
     probs: Tensor | None
+    parents: Tokens  # -1: padding
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Recorder:
             texts = {r.held_row: r.known_tokens(0, r.num_tokens) for r in llm.engine.scheduler.verifying}
             for i, row in enumerate(batch.rows):
                 probs = None if tree.draft_probs is None else tree.draft_probs[i].clone()
-                recorder.drafts.append(Draft(tuple(texts[row]), tuple(tree.tokens[i, 1:].tolist()), probs))
+                tokens, parents = tree.tokens[i, 1:].tolist(), tree.shape.parents[i, 1:].tolist()
+                recorder.drafts.append(Draft(tuple(texts[row]), tuple(tokens), probs, tuple(parents)))
             return tree
 
         monkeypatch.setattr(drafter, "propose", record)
@@ -172,6 +174,20 @@ class Recorder:
             else:
                 assert draft.probs is None
                 assert tuple(logits.argmax(-1).tolist()) == draft.tokens
+
+    @torch.inference_mode()
+    def check_trees(self, oracle: Any) -> None:
+        """Compare the children of every node with the model's likeliest tokens after its path, without a cache."""
+        assert self.drafts
+        for draft in self.drafts:
+            paths, children = dict[int, Tokens]({0: ()}), dict[int, list[int]]()
+            for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):
+                if parent >= 0:
+                    paths[node] = (*paths[parent], token)
+                    children.setdefault(parent, []).append(token)
+            for node, tokens in children.items():
+                logits = oracle(torch.tensor([draft.text + paths[node]])).logits[0, -1]
+                assert sorted(tokens) == sorted(logits.topk(len(tokens)).indices.tolist())
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +354,69 @@ class TestDrafts:
             recorder.check(noisy)
 
 
+TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8}
+WHOLE_TREE: dict[str, Any] = {
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 2,
+    "speculative_num_draft_tokens": 7,
+}
+
+
+class TestTrees:
+    """Dynamic trees: the text is the target's, and what is drafted is what the draft model says."""
+
+    @pytest.mark.fast_cases("noisy")
+    @pytest.mark.parametrize("draft", DRAFTS)
+    def test_the_text_and_the_trees(
+        self, draft: str, checkpoints: Checkpoints, plain: Plain, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a batch, from the prefix cache, and alone; rows have different numbers of pending tokens."""
+        with new_llm(checkpoints, draft, **tracking(), **TREE) as llm:
+            recorder = Recorder.of(llm, monkeypatch)
+            outputs = llm.generate(PROMPTS, greedy(14))
+            histories = [out.prompt_token_ids + out.token_ids for out in outputs]
+            outputs += llm.generate([histories[0] + (11, 12), (*histories[2][:-3], 13)], greedy(8))
+            assert min(out.num_cached_tokens for out in outputs[-2:]) > 10
+            plain.check(outputs)
+            recorder.check_trees(checkpoints.oracle(draft))
+            assert any(len(set(found.parents)) < len(found.parents) for found in recorder.drafts)  # siblings
+            check_pools(llm)
+
+    @pytest.mark.parametrize("target", ["target", "mamba2"])
+    def test_the_target_follows_itself(self, target: str, checkpoints: Checkpoints, plain: Plain) -> None:
+        """Chosen, and drawn for acceptance by rejection: a first child is always accepted."""
+        drawn = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
+        with new_llm(checkpoints, target, target, **WHOLE_TREE, **tracking()) as llm:
+            for _ in range(2):
+                outputs = llm.generate(PROMPTS, greedy(24))
+                plain.check(outputs, target)
+                assert all(all_accepted(output, 2) for output in outputs)
+            assert all(all_accepted(output, 2) for output in llm.generate(PROMPTS, drawn))
+            check_pools(llm)
+
+    def test_requests_that_are_preempted(
+        self, checkpoints: Checkpoints, noisy: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with new_llm(checkpoints, "noisy", chunked_prefill_size=8, **TREE) as llm:
+            recorder, engine = Recorder.of(llm, monkeypatch), llm.engine
+            for i, prompt in enumerate(PROMPTS[:3]):
+                engine.add_request(str(i), prompt, greedy(16))
+            deltas: list[OutputDelta] = []
+            for step in itertools.count():
+                deltas += engine.step()
+                if not engine.has_unfinished_requests:
+                    break
+                running = [*engine.scheduler.extending, *engine.scheduler.verifying]
+                if running and step % 3 < 2:
+                    with torch.inference_mode():
+                        engine.preempt(running[step % len(running)])
+            assert engine.stats().num_preemptions >= 3
+            for i, prompt in enumerate(PROMPTS[:3]):
+                assert tokens_of(deltas, str(i)) == plain.after(prompt, 16)
+            recorder.check_trees(noisy)
+            check_pools(llm)
+
+
 def run(llm: LLM) -> Iterator[OutputDelta]:
     while llm.engine.has_unfinished_requests:
         yield from llm.engine.step()
@@ -470,7 +549,7 @@ class TestSettings:
 
         monkeypatch.setattr(TensorReader, "_read", refuse)
         self.test_a_draft_of_another_vocabulary_is_refused(checkpoints, tmp_path)
-        self.test_trees_are_refused(checkpoints, tmp_path)
+        self.test_static_trees_are_refused(checkpoints, tmp_path)
         self.test_a_draft_of_another_tokenizer_is_refused(checkpoints, tmp_path)
         with pytest.raises(ConfigError, match="holds a draft of the kind draft-model: choose draft-model or auto"):
             new_llm(checkpoints, "other", speculative_algorithm="eagle3")
@@ -505,14 +584,13 @@ class TestSettings:
             assert all_accepted(llm.generate(PROMPTS[0], greedy(12))[0])
         assert f"{folder} has no tokenizer: it is taken to be the target's" in caplog.text
 
-    def test_trees_are_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def test_static_trees_are_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         """Also if only the checkpoint tells that it is a draft model."""
         tree = tmp_path / "tree.json"
         tree.write_text(TreeFile(trees=(StaticTree(parents=(-1, 0, 0), ranks=(0, 0, 1)),)).model_dump_json(), "utf8")
-        for flag, value in (("tree", tree), ("eagle_topk", 2)):
-            flags: dict[str, Any] = {"speculative_num_steps": None, f"speculative_{flag}": value}
-            with pytest.raises(ConfigError, match=f"drafts chains: drop speculative_{flag}"):
-                new_llm(checkpoints, "other", speculative_algorithm="auto", **flags)
+        flags: dict[str, Any] = {"speculative_num_steps": None, "speculative_tree": tree}
+        with pytest.raises(ConfigError, match="drafts chains and dynamic trees: drop speculative_tree"):
+            new_llm(checkpoints, "other", speculative_algorithm="auto", **flags)
 
     def test_a_draft_of_a_shorter_context_needs_a_limit(
         self, checkpoints: Checkpoints, plain: Plain, tmp_path: Path
@@ -568,8 +646,8 @@ class TestSettings:
             assert made == [True] * 3  # the last one is what it had
             monkeypatch.undo()
             before = engine.runner.drafter
-            with pytest.raises(ConfigError, match="drafts chains"):
-                bench.use_drafts(speculative_num_steps=1, speculative_eagle_topk=2)
+            with pytest.raises(ConfigError, match="started for"):
+                bench.use_drafts(speculative_num_steps=3, speculative_eagle_topk=4, speculative_num_draft_tokens=8)
             missing = {"speculative_ngram_corpus": Path("/nowhere/at/all"), "speculative_num_draft_tokens": 3}
             with pytest.raises(ConfigError, match="cannot be read"):
                 bench.use_drafts(speculative_algorithm="ngram", **missing)

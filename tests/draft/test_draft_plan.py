@@ -108,7 +108,7 @@ def test_flags_that_contradict_each_other(given: dict[str, Any], sentence: str) 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"algorithm": "mtp"}, "this checkpoint has no MTP head.*choose auto, ngram or none"),
+        ({"algorithm": "mtp"}, "this checkpoint has no MTP head.*choose auto, ngram, suffix or none"),
         ({"eagle_topk": 2, "num_steps": 2}, "speculative_num_steps, speculative_eagle_topk: this needs a drafter"),
         ({"accept": "rejection"}, "speculative_accept: this needs a drafter"),
         ({"draft_model_quantization": "int8"}, "speculative_draft_model_quantization: this needs a drafter"),

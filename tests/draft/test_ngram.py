@@ -22,7 +22,8 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, RequestOutput
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.ngram import CORPUS_WEIGHT, DEPTH_DECAY, MAX_MATCHES, WEIGHT_PER_TOKEN, NgramDrafter, merge
-from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, match_history, read_corpus
+from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, match_history
+from specmamba.draft.text_drafter import read_corpus
 from specmamba.errors import ConfigError
 from specmamba.sampling_params import SamplingBatch
 from tests.tiny import write_tiny_checkpoint

@@ -36,7 +36,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "snapshots": {"speculative_state": "snapshots", "disable_cuda_graph": True},
     "captured snapshots": {"speculative_state": "snapshots"},
     "n-grams": {"speculative_algorithm": "ngram"},
+    "suffix": {"speculative_algorithm": "suffix"},
     "draft model": {"speculative_draft_model_path": str(DEMO_MODEL), "speculative_algorithm": "draft-model"},
+    "draft model, trees": {
+        "speculative_draft_model_path": str(DEMO_MODEL),
+        "speculative_algorithm": "draft-model",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 8,
+    },
     "wide tree": {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 15},
     "pages of 16, extra buffer": {
         "page_size": 16,
@@ -70,7 +78,7 @@ def plain() -> list[str]:
         return [out.text for out in llm.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])]
 
 
-@pytest.mark.fast_cases("captured", "direct")
+@pytest.mark.fast_cases("captured", "direct", "suffix")
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_are_the_plain_ones_whatever_is_decided(plain: list[str], way: str) -> None:
     outputs = run(**WAYS[way])

@@ -43,6 +43,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     },
     "tree 5/8/32": LARGEST,
     "ngram": {"speculative_algorithm": "ngram"},
+    "suffix": {"speculative_algorithm": "suffix"},
     "file": {"speculative_algorithm": "mtp"},
     "rejection": LARGEST | {"speculative_accept": "rejection", "speculative_num_draft_tokens": 16},
 }

@@ -161,7 +161,7 @@ class TestAliases:
     def test_what_is_not_built_is_refused(self, name: str) -> None:
         message = refusal("--speculative-algorithm", name)
         assert message.startswith("--speculative-algorithm: ")
-        assert "'auto', 'none', 'mtp', 'eagle', 'eagle3', 'draft-model' or 'ngram'" in message
+        assert "'auto', 'none', 'mtp', 'eagle', 'eagle3', 'draft-model', 'ngram' or 'suffix'" in message
 
     @pytest.mark.parametrize("name", ["eagle", "EAGLE3", "draft-model"])
     def test_drafts_that_are_not_in_the_checkpoint_need_a_path(self, name: str) -> None:
@@ -173,7 +173,6 @@ class TestAliases:
         [
             (["--speculative-algorithm", "none"], "none has no use for it"),
             (["--speculative-algorithm", "ngram"], "ngram has no use for it"),
-            (["--speculative-algorithm", "draft-model", "--speculative-eagle-topk", "2"], "drafts chains"),
         ],
     )
     def test_a_path_that_is_not_used(self, flags: list[str], words: str) -> None:

@@ -21,7 +21,7 @@ from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.cuda_graphs import EagerReplay, NativeReplay
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
-from specmamba.draft.ngram.matching import read_corpus
+from specmamba.draft.text_drafter import read_corpus
 from specmamba.models.base import DraftHead
 from tests.decisions import decide_at_random, without_measurement
 from tests.exactness import assert_same_greedy_texts

@@ -207,7 +207,7 @@ def test_a_draft_head_is_found_though_it_is_not_used(tiny: Path, algorithm: str)
 def test_a_model_without_a_draft_head(tmp_path: Path) -> None:
     info = info_of(write_tiny_checkpoint(tmp_path, 1, with_mtp=False))
     assert info["draft"] is None
-    assert set(info["supported"]["algorithms"]) == {"none", "ngram"}
+    assert set(info["supported"]["algorithms"]) == {"none", "ngram", "suffix"}
     assert info["drafts_with"]["num_draft_tokens"] == 1
 
 
@@ -218,7 +218,7 @@ def test_a_draft_head_of_its_own_folder(tiny: Path, tmp_path: Path, style: str, 
     assert info["draft"]["kind"] == kind
     assert info["draft"]["layers"] == {"attention": 2, "mlp": 2}
     assert info["draft"]["weight_bytes"] > info["draft"]["parameters"] > 0
-    assert set(info["supported"]["algorithms"]) == {"none", "ngram", kind}
+    assert set(info["supported"]["algorithms"]) == {"none", "ngram", "suffix", kind}
     assert info["parameters"] == alone["parameters"]
     assert info["bytes"]["kv_per_token"] == alone["bytes"]["kv_per_token"]
     assert info["bytes"]["draft_kv_per_token"] > 0
@@ -230,7 +230,7 @@ def test_a_draft_model(tiny: Path, tmp_path: Path) -> None:
     assert info["draft"]["kind"] == "draft-model"
     assert info["draft"]["layers"] == {"blocks": 2, "gated_delta_net": 2, "mlp": 2}
     assert info["draft"]["parameters"] == info_of(draft)["parameters"]
-    assert info["supported"]["algorithms"]["draft-model"] == ["chain"]
+    assert info["supported"]["algorithms"]["draft-model"] == ["chain", "dynamic tree"]
     other = write_tiny_checkpoint(tmp_path / "other", 2, with_mtp=False, vocab_size=77)
     with pytest.raises(ConfigError, match=r"77.*131"):
         info_of(tiny, speculative_draft_model_path=str(other))

@@ -50,7 +50,7 @@ FOUNDATION = {*LAYERS[LAYER_OF["core"]]} - {"processes"}  # they may import each
 FACES = {"llm", "async_llm", "__init__", "server"}
 TOOLS = ("measure", "tune", "train", "bench")  # they use faces, layers, kernels, templates, and each other downwards
 # What these two may import from outside specmamba; the other packages are free.
-# kernels/draft_sizing decides on the host, in numpy's arrays
+# kernels/draft_sizing and kernels/suffix_automaton work on the host, in numpy's arrays
 THIRD_PARTY_OF = {"kernels": {"numpy", "torch", "triton"}, "cuda_graphs": {"torch", "triton"}}
 
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from specmamba.cache.shapes import MISSED_TOKENS, CacheShape, pending_token_capacity
-from specmamba.config import EngineConfig
+from specmamba.config import TEXT_ALGORITHMS, EngineConfig
 
 # Acceptance by rejection holds this many distributions over the vocabulary for every node of a step.
 DISTRIBUTIONS_PER_NODE = 6
 LOGIT_BYTES = 4
 COUNT_BYTES = 5  # per token of the vocabulary: its count in the output, and whether the prompt has it (for penalties)
 SLOT_BYTES = 8  # int64: the KV slot of a position, the slot of a cached token, a token of a drafter
-HISTORY_BYTES = 4  # int32: a token of the text that an n-gram drafter searches
+HISTORY_BYTES = 4  # int32: a token of the text that drafts are copied from
+AUTOMATON_BYTES = 200  # per token of a running request's text in a suffix automaton, where little of it repeats
 ALLOCATOR_BYTES = 16  # per page: the stack of free pages, holders, pins
 
 # Upper bounds of what the prefix cache can use: as much KV as running requests may hold, and at least a few contexts; a
@@ -134,13 +135,18 @@ class Demand:
         """Bytes of all tables and buffers per row, and of the bookkeeping of pages and cached tokens."""
         config, rows = self.config, self.config.max_running_requests
         positions = min(self.context + self.num_lookahead_slots, num_pages * config.page_size)
-        per_position = SLOT_BYTES + (HISTORY_BYTES if config.speculative_algorithm == "ngram" else 0)
+        per_position = SLOT_BYTES + (HISTORY_BYTES if config.speculative_algorithm in TEXT_ALGORITHMS else 0)
         per_row = positions * per_position + COUNT_BYTES * self.vocab_size
         per_row += self._drafter_bytes(self.max_nodes)
         per_page = ALLOCATOR_BYTES
         if not config.disable_radix_cache:  # the tree's keys and slots, and the pages of its nodes
             per_page += 2 * SLOT_BYTES * config.page_size + SLOT_BYTES
-        return (rows + 1) * per_row + rows * self._distribution_bytes(self.max_nodes) + (num_pages + 1) * per_page
+        of_texts = 0
+        if config.speculative_algorithm == "suffix":  # texts that run are as long as their KV
+            per_page += AUTOMATON_BYTES * config.page_size
+            of_texts = 0 if config.disable_radix_cache else config.suffix_rules.shared_mib << 20
+        of_rows = (rows + 1) * per_row + rows * self._distribution_bytes(self.max_nodes)
+        return of_rows + of_texts + (num_pages + 1) * per_page
 
     def draft_token_bytes(self, spec_bytes: Callable[[int], int]) -> int:
         """Bytes that one more node would add to one running request.
@@ -172,7 +178,11 @@ class Demand:
     def _draft_model_bytes(self, max_nodes: int) -> int:
         """Bytes of a draft model for one running request: its state, the records to roll it back, pending tokens."""
         draft = self.shape.draft_model
-        return 0 if draft is None else draft.state_bytes_per_slot + draft.record_bytes(max_nodes) + 2 * SLOT_BYTES
+        if draft is None:
+            return 0
+        # a level of a tree may run more nodes than a verify has
+        records = draft.record_bytes(max(max_nodes, self.num_lookahead_slots))
+        return draft.state_bytes_per_slot + records + 2 * SLOT_BYTES
 
     def _logit_bytes(self, max_nodes: int) -> int:
         """Bytes of the logits of one request in a captured step."""
@@ -182,7 +192,7 @@ class Demand:
         """Bytes of the distributions in a step of one request."""
         if self.config.speculative_accept == "target" or self.max_nodes == 1:
             return 0
-        if self.config.speculative_algorithm == "ngram":  # what stands in a text is not drawn
+        if self.config.speculative_algorithm in TEXT_ALGORITHMS:  # what stands in a text is not drawn
             return 0
         return DISTRIBUTIONS_PER_NODE * 4 * self.vocab_size * max_nodes
 

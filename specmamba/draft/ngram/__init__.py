@@ -10,11 +10,11 @@ from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.core import Batch
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
-from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
 from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, match_history
+from specmamba.draft.text_drafter import TextDrafter
 from specmamba.kernels.state_records import RowSet
 
 CPU = torch.device("cpu")
@@ -29,20 +29,17 @@ CORPUS_WEIGHT = 1 / MAX_MATCHES
 DOUBT = WEIGHT_PER_TOKEN**-9  # weight against all matches: as much as a match of 3 tokens of 12 has
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TextDrafter):
     """Looks the newest tokens of a request up in its own prompt and output, and in a corpus if there is one.
 
-    This is prompt lookup decoding with trees and needs no weights: the continuations of the longest matches are merged
-    into one tree per request (``merge``). All tables are on the CPU, because the host knows the tokens of every step;
-    only the trees go to the device. The trees of a batch are padded to the largest; without a match a tree is its root.
+    This is prompt lookup decoding with trees: the continuations of the longest matches are merged into one tree per
+    request (``merge``). Without a match a tree is its root.
     """
-
-    can_skip = True
 
     def __init__(
         self, plan: DraftPlan, config: EngineConfig, table: RequestTable, corpus_tokens: Tensor | None
     ) -> None:
-        """Allocate the known tokens of all rows, and index the corpus.
+        """Index the corpus.
 
         Args:
             plan: shape of the trees.
@@ -50,8 +47,7 @@ class NgramDrafter(Drafter):
             table: gives the numbers of rows and of positions.
             corpus_tokens: [n] int64, as ``read_corpus`` returns them; None: no corpus.
         """
-        self.max_nodes = plan.max_nodes
-        self._max_children = plan.topk
+        super().__init__(plan.max_nodes, plan.topk, table)
         self._rule = MatchRule(
             min_window=config.ngram_windows[0],
             max_window=config.ngram_windows[1],
@@ -63,25 +59,6 @@ class NgramDrafter(Drafter):
         self._corpus = None
         if corpus_tokens is not None and len(corpus_tokens):
             self._corpus = CorpusIndex(corpus_tokens, self._rule.max_window)
-        # the known tokens of the request in each row, its root included
-        self._history = torch.zeros(table.num_rows + 1, table.max_positions, dtype=torch.int32)
-        self._lengths = torch.zeros(table.num_rows + 1, dtype=torch.int64)
-
-    def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._history[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        self._lengths[row] = len(tokens)
-
-    def propose(self, batch: Batch) -> DraftTree:
-        tokens, parents = self._drafts(RowSet.of(batch.rows, CPU))
-        size, device = len(batch.rows), batch.root_tokens.device
-        num_drafts = tokens.shape[1]
-        is_chain = bool((parents == torch.arange(num_drafts)).all())
-        if is_chain:
-            shape = chain_shape(size, num_drafts + 1, device)
-        else:
-            parents = torch.cat([parents.new_full((size, 1), -1), parents], 1)
-            shape = tree_shape(parents.to(device), self._max_children)
-        return DraftTree(torch.cat([batch.root_tokens[:, None], tokens.to(device)], 1), shape)
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
         continuations, weights = self._continuations(RowSet.of(batch.rows, CPU))
@@ -89,22 +66,8 @@ class NgramDrafter(Drafter):
         depths = np.repeat(np.arange(1, num_steps + 1), self._max_children)
         return Candidates(tokens, parents, logp, depths, np.tile(np.arange(self._max_children), num_steps))
 
-    def propose_nothing(self, batch: Batch) -> DraftTree:
-        return root_tree(batch)
-
-    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        history, lengths = self._history.numpy(), self._lengths.numpy()
-        for row, tokens in zip(rows, decided, strict=True):
-            end = int(lengths[row]) + len(tokens)
-            history[row, lengths[row] : end] = tokens
-            lengths[row] = end
-
-    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
-        self.advance(rows, decided)
-
-    def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:
-        """Return tokens and parents of each row's drafts, as ``merge`` does."""
-        continuations, weights = self._continuations(rows)
+    def _drafts(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        continuations, weights = self._continuations(RowSet.of(rows, CPU))
         if not continuations.shape[1]:
             nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
             return nothing, nothing

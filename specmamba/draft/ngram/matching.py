@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from specmamba.errors import ConfigError
 
 NO_TOKEN = -1  # before the beginning of a text, and after its end
 
@@ -81,34 +77,6 @@ def _agreeing(history: Tensor, lengths: Tensor, max_window: int) -> Tensor:
             break
         agreeing += agrees
     return torch.from_numpy(agreeing)
-
-
-def read_corpus(path: Path, encode: Callable[[str], Sequence[int]], vocab_size: int | None = None) -> Tensor:
-    """Read the tokens of a text file, [n] int64.
-
-    Args:
-        path: the file.
-        encode: makes tokens of its text.
-        vocab_size: size of the model's vocabulary; None: not checked.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, has no text in it, or tokens that the model does not know.
-    """
-    flag = "--speculative-ngram-corpus"
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag}: {path} is not a UTF-8 text: byte {error.start} of it is not valid") from None
-    tokens = torch.tensor(encode(text) if text.strip() else [], dtype=torch.int64)
-    if not len(tokens):
-        raise ConfigError(f"{flag}: {path} has no text in it; leave the flag out to draft from the request's own text")
-    if vocab_size is not None and int(tokens.amax()) >= vocab_size:
-        raise ConfigError(
-            f"{flag}: the tokenizer makes token {int(tokens.amax())} of {path}, and the model has {vocab_size} tokens"
-        )
-    return tokens
 
 
 class CorpusIndex:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from specmamba.config import EngineConfig
+from specmamba.config import TEXT_ALGORITHMS, EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import describe_validation_error
 from specmamba.measure.prompts import TextOptions
@@ -113,7 +113,7 @@ def variants_of(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]
 
 def _adaptive(config: AcceptanceBenchConfig) -> Variant:
     """What an engine with these flags would decide on. Flags of a shape are bounds; without, ``ROOM`` is enough."""
-    is_bounded = config.has_shape or config.speculative_algorithm == "ngram"
+    is_bounded = config.has_shape or config.speculative_algorithm in TEXT_ALGORITHMS
     shape = (config.num_draft_steps, config.draft_topk, config.num_draft_nodes) if is_bounded else ROOM
     return Variant(*shape, _draft_flags(config) | {"speculative_adaptive": "auto"}, is_adaptive=True)
 

@@ -67,7 +67,7 @@ def start_engine(config: AcceptanceBenchConfig, draft_flags: dict[str, Any]) -> 
             raise
         raise ConfigError(
             "this checkpoint has no MTP head: give a draft with --speculative-draft-model-path, or choose "
-            "--speculative-algorithm ngram"
+            "--speculative-algorithm suffix"
         ) from None
 
 
