@@ -61,8 +61,8 @@ class NativeReplay(Replay[T]):
         self,
         key: Hashable,
         function: Callable[[], Any],
-        clear: Callable[[], None],
-        fill: Callable[[], None],
+        clear: Callable[[], object],
+        fill: Callable[[], object],
         then: NextPart | None = None,
     ) -> T:
         fill()

@@ -50,8 +50,8 @@ class Replay(ABC, Generic[T]):
         self,
         key: Hashable,
         function: Callable[[], Any],
-        clear: Callable[[], None],
-        fill: Callable[[], None],
+        clear: Callable[[], object],
+        fill: Callable[[], object],
         then: NextPart | None = None,
     ) -> T:
         """Run a function on inputs.
@@ -84,8 +84,8 @@ class EagerReplay(Replay[T]):
         self,
         key: Hashable,
         function: Callable[[], Any],
-        clear: Callable[[], None],
-        fill: Callable[[], None],
+        clear: Callable[[], object],
+        fill: Callable[[], object],
         then: NextPart | None = None,
     ) -> T:
         fill()
@@ -113,8 +113,8 @@ class GraphReplay(Replay[T]):
         self,
         key: Hashable,
         function: Callable[[], Any],
-        clear: Callable[[], None],
-        fill: Callable[[], None],
+        clear: Callable[[], object],
+        fill: Callable[[], object],
         then: NextPart | None = None,
     ) -> T:
         if key not in self._graphs:

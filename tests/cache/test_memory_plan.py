@@ -53,7 +53,7 @@ def plan(
     budget: int = PLENTY, max_nodes: int = 4, shape: CacheShape = SHAPE, weight_bytes: int = 0, **flags: Any
 ) -> MemoryPlan:
     """A plan without room for distributions, tokens that a draft head missed, captured steps, unless flags say so."""
-    made = {"speculative_accept": "target", "speculative_adaptive": "off", "disable_cuda_graph": True}
+    made: dict[str, Any] = {"speculative_accept": "target", "speculative_adaptive": "off", "disable_cuda_graph": True}
     config = EngineConfig(**(made | flags))
     return plan_memory(config, shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
 

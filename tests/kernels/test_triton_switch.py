@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmamba.engine.captured_steps import _replay
+from specmamba.engine.captured.captured_steps import _replay
 from specmamba.engine.loading import resolve_device
 from specmamba.errors import ConfigError
 from specmamba.kernels import gpu, linear, rowwise

@@ -120,11 +120,12 @@ class Watched(EagerReplay[StepOutput]):
         self,
         key: Hashable,
         function: Callable[[], Any],
-        clear: Callable[[], None],
-        fill: Callable[[], None],
+        clear: Callable[[], object],
+        fill: Callable[[], object],
         then: NextPart | None = None,
     ) -> StepOutput:
-        parts = [(key, function)] if then is None else [(key, function), ((key, then.key), then.function)]
+        parts: list[tuple[Hashable, Callable[..., Any]]] = [(key, function)]
+        parts += [] if then is None else [((key, then.key), then.function)]
         if any(name not in self.traces for name, _ in parts):  # as before a capture
             clear()
             self._run(parts)

@@ -256,16 +256,16 @@ def test_second_parts_follow_first_parts_that_are_recorded_anew(monkeypatch: pyt
     x, replay = torch.zeros(3), NativeReplay[Tensor](1)
     for number in range(30):
         factor, added = 2 + number % 2, number % 5
-        then = NextPart(added, lambda y, added=added: y + added)
-        got = replay.run(factor, lambda factor=factor: x * factor, x.zero_, partial(x.fill_, number), then)
+        then = NextPart(added, partial(torch.add, other=added))
+        got = replay.run(factor, partial(torch.mul, x, factor), x.zero_, partial(x.fill_, number), then)
         assert got.tolist() == [factor * number + added] * 3
     assert len(replay.tapes) == 3
     monkeypatch.setattr(native_replay, "MAX_RECORDS", 12)
     for number in range(40):
         before = replay.num_unreplayed
         factor, added = 2 + number % 2, number % 5
-        then = NextPart(added, lambda y, added=added: y + added)
-        got = replay.run(factor, lambda factor=factor: x * factor, x.zero_, partial(x.fill_, number), then)
+        then = NextPart(added, partial(torch.add, other=added))
+        got = replay.run(factor, partial(torch.mul, x, factor), x.zero_, partial(x.fill_, number), then)
         assert got.tolist() == [factor * number + added] * 3
     assert replay.num_unreplayed == before
     assert len(replay.tapes) == 12  # two first parts, and five second ones of each

@@ -115,7 +115,8 @@ def test_what_has_no_form_in_triton_runs_beside_what_has(tmp_path: Path) -> None
     layers = {"layer_types": [kimi_linear.LINEAR, kimi_linear.FULL], "mlp_layer_types": ["dense", "sparse"]}
     config = KimiLinearConfig(**kimi_linear.DEFAULTS | layers, num_hidden_layers=2)
     write_checkpoint(tmp_path / "model", KimiLinearForCausalLM(config), seed=3)
-    flags = {"model": str(tmp_path / "model"), "speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+    flags: dict[str, Any] = {"model": str(tmp_path / "model"), "speculative_algorithm": "ngram"}
+    flags |= {"speculative_num_draft_tokens": 5}
     assert generate_interpreted(**flags, cuda_graph_max_bs=2) == generate(**flags)
 
 
