@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def test_other_exceptions_pass(monkeypatch: pytest.MonkeyPatch, fails_on_words: 
 def test_one_request_that_cannot_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on, and so do the other requests of the same step."""
 
-    def fail(token_id: int) -> str:
+    def fail(token_ids: Sequence[int]) -> str:
         raise RequestError("a panic")
 
     last: dict[str, OutputDelta] = {}
@@ -236,7 +237,7 @@ def test_one_request_that_cannot_be_decoded(monkeypatch: pytest.MonkeyPatch) -> 
         for name, length in (("good", 8), ("bad", 5)):
             params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
             llm.engine.add_request(name, [67] * length, params)
-        monkeypatch.setattr(llm.engine._requests["bad"].text._detokenizer, "push", fail)
+        monkeypatch.setattr(llm.engine._requests["bad"].text._detokenizer, "push_all", fail)
         while llm.engine.has_unfinished_requests:
             last |= {delta.request_id: delta for delta in llm.engine.step()}
     assert (last["good"].finish_reason, last["good"].num_output_tokens) == ("length", 4)

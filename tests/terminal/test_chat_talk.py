@@ -27,7 +27,7 @@ ANSWER = "An answer.\n"
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(text=ANSWER, context_length=200)
-    monkeypatch.setattr("specmamba.local_engine.Engine", lambda config: engine)
+    monkeypatch.setattr("specmamba.local_engine.build_engine", lambda config: engine)
     return engine
 
 
@@ -72,7 +72,7 @@ def test_flags_reach_the_engine_and_the_requests(
         seen.append(config)
         return engine
 
-    monkeypatch.setattr("specmamba.local_engine.Engine", build)
+    monkeypatch.setattr("specmamba.local_engine.build_engine", build)
     flags = ("--context-length", "64", "--no-disable-radix-cache", "--top-k", "5", "--max-tokens", "9", "--stop", "a,b")
     chat("x", flags=(*flags, "--system", "short"))
     assert seen[0].context_length == 64
@@ -286,7 +286,7 @@ def test_a_model_without_a_chat_template(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = FakeEngine(has_chat_template=False)
-    monkeypatch.setattr("specmamba.local_engine.Engine", lambda config: engine)
+    monkeypatch.setattr("specmamba.local_engine.build_engine", lambda config: engine)
     with pytest.raises(SystemExit, match="2"):
         main(["chat"])
     assert (
@@ -302,7 +302,7 @@ def test_an_error_of_loading_speaks_of_flags(
     def fail(config: object) -> None:
         raise errors.ConfigError("--page-size 3: no")
 
-    monkeypatch.setattr("specmamba.local_engine.Engine", fail)
+    monkeypatch.setattr("specmamba.local_engine.build_engine", fail)
     with pytest.raises(SystemExit, match="2"):
         main(["chat"])
     assert capsys.readouterr().err == "specmamba chat: error: --page-size 3: no\n"

@@ -73,6 +73,9 @@ class NoTokenizer(Tokenizer):
     def encode_chat(self, rendered: RenderedChat) -> NoReturn:
         self.require_text("a conversation", "messages")
 
+    def shown_bytes(self, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
+        return b""
+
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         return True
 
