@@ -151,6 +151,58 @@ def test_what_was_missed_too_long_ago_is_nothing_and_the_rest_is_as_it_was(monke
     assert (found[end + 1 : end + 15] - entries[end + 1 : end + 15]).abs().max() > 0  # they see what is nothing
 
 
+@pytest.mark.parametrize("num_kept", [0, 1, 2])
+def test_a_row_that_sat_out_comes_back_without_what_it_missed(num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the others push out its tokens."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with LLM(dtype="float32", speculative_algorithm="none") as llm:
+        plain = [out.text for out in llm.generate(PROMPTS[:2], params)]
+    monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 8)
+    with LLM(dtype="float32", speculative_adaptive="auto") as llm:
+        sizer, ready = llm.engine.runner.sizer, llm.engine.constraints.ready
+        assert sizer is not None
+        sizes, num_steps = iter([NOTHING] * 30 + [DraftSize(3)] * 60), 0
+
+        def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
+            sizer._predict(batch)
+            return next(sizes), 1
+
+        def some(requests: Any, is_idle: bool) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            found = ready(requests, is_idle=is_idle)
+            return [r for r in found if r.request_id == "1" or not 8 <= num_steps < 30 - num_kept]
+
+        monkeypatch.setattr(sizer, "_planned", planned)
+        monkeypatch.setattr(llm.engine.constraints, "ready", some)
+        for i, prompt in enumerate(PROMPTS[:2]):
+            llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params)
+        texts = dict.fromkeys("01", "")
+        while llm.engine.has_unfinished_requests:
+            for delta in llm.engine.step():
+                assert delta.error is None
+                texts[delta.request_id] += delta.text
+    assert [texts[name] for name in "01"] == plain
+
+
+def test_missed_tokens_of_rows_that_take_part_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 4)
+    missed = missed_steps.MissedSteps()
+    for number in range(3):
+        missed.add(((1, 2), [[10 + number], [20 + number]], torch.full((2, 1, 3), float(number))))
+    for number in range(3, 6):
+        missed.add(((2,), [[20 + number]], torch.full((1, 1, 3), float(number))))
+    one, two = missed.take(1), missed.take(2)
+    assert (one.num_lost, one.newest_lost, one.tokens) == (2, 11, [12])
+    assert (two.num_lost, two.tokens, two.states[:, 0].tolist()) == (2, [22, 23, 24, 25], [2, 3, 4, 5])
+    assert not missed
+    missed.add(((1,), [[7]], torch.zeros(1, 1, 3)))
+    for number in range(4):
+        missed.add(((2,), [[number]], torch.zeros(1, 1, 3)))
+    one = missed.take(1)
+    assert (one.num_lost, one.newest_lost, one.tokens) == (1, 7, [])
+
+
 def learned(**flags: Any) -> tuple[list[str], Any]:
     """Texts of trees that are chosen by fixed costs, and what the sizer knows after them."""
     with LLM(dtype="float32", speculative_adaptive="auto", **flags) as llm:

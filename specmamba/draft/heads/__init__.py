@@ -34,6 +34,7 @@ from specmamba.models.base import DraftHead
 from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
+MISSED_AT_A_TIME = 2048  # tokens of skipped steps that the head runs in one forward
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later
 
 
@@ -206,8 +207,11 @@ class MTPDrafter(Drafter):
 
     def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
         if features.shape[1] > 1:
-            features = features.gather(1, verdict.path[..., None].expand_as(features))
-        states = features.clone()  # a captured step writes to the same memory again
+            longest = max(map(len, decided))
+            features = features.gather(1, verdict.path[:, :longest, None].expand(-1, -1, features.shape[2]))
+        states = self.head.combine(features)
+        if states is features:
+            states = states.clone()  # a captured step writes to the same memory again
         self._missed.add((rows, decided, states))
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
@@ -304,31 +308,38 @@ class MTPDrafter(Drafter):
         """Go on after skipped steps: run their tokens, up to the roots."""
         if not self._missed or not (rows := self._missed.among(rows)):
             return
-        runs, starts, after = [], [], []
-        for row, missed in zip(rows, self._missed.take(rows), strict=True):
+        runs: list[tuple[int, list[int], Tensor]] = []  # a row, tokens in front of its root, states after each
+        for row in rows:
+            missed = self._missed.take(row)
             tokens, before = self._known(row, missed)
             self.pending.root[row] += missed.num_lost + len(missed.tokens)
-            starts.append(self.pending.root[row] + 1 - len(tokens))
             self.pending.before[0][row, 0] = before[0]
             self.pending.restart(row, tokens[-1])
-            runs.append(tokens[:-1])
-            after.append(before[1:])
-        self._run_known(prefill_chunk(rows, starts, runs, self._device), pad_sequence(after, batch_first=True))
+            if len(tokens) > 1:
+                runs.append((row, tokens[:-1], before[1:]))
+        at_a_time = max(1, MISSED_AT_A_TIME // max([len(tokens) for _, tokens, _ in runs], default=1))
+        for first in range(0, len(runs), at_a_time):
+            group = runs[first : first + at_a_time]
+            of_group = [row for row, _, _ in group]
+            starts = [self.pending.root[row] - len(tokens) for row, tokens, _ in group]
+            chunk = prefill_chunk(of_group, starts, [tokens for _, tokens, _ in group], self._device)
+            self._run_known(chunk, pad_sequence([states for _, _, states in group], batch_first=True))
 
     def _known(self, row: int, missed: MissedTokens) -> tuple[list[int], Tensor]:
         """Return the pending and missed tokens of a row, up to the new root, and the states [n, H] before each."""
-        pending, states = self.pending, self.head.combine(missed.states[None])[0]
-        number = pending.num_tokens[row]
+        pending, number = self.pending, self.pending.num_tokens[row]
         if not missed.num_lost:
             tokens = pending.tokens[row, :number].tolist() + missed.tokens
-            return tokens, torch.cat([pending.before[0][row, :number], states])
+            return tokens, torch.cat([pending.before[0][row, :number], missed.states])
         # entries of what is not known become zeros, not those of other requests
-        for before in pending.before[1:]:
+        for before in pending.before:
             before[row, 0] = 0
         positions = pending.root[row] + 1 + torch.arange(-number, missed.num_lost, device=self._device)[None]
         assert self._own_kv is not None
         self._own_kv.clear(self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten())
-        return missed.tokens, states
+        if not missed.tokens:
+            return [missed.newest_lost], pending.before[0][row, :1]
+        return missed.tokens, missed.states
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""
