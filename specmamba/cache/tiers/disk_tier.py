@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,9 +85,13 @@ class DiskTier:
         with self._lock:
             return self._index.get((self.layout.fingerprint, key)) is not None
 
-    def held(self) -> Iterator[Entry]:
-        """Iterate over nothing: files are for all processes."""
-        return iter(())
+    def held(self) -> list[bytes]:
+        """Return nothing: files are for all processes."""
+        return []
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return None: files are for all processes."""
+        return None
 
     def forget(self) -> None:
         """Do nothing: files are for all processes."""

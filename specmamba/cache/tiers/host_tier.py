@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from specmamba.cache.tiers.entry import Buffers, Bytes, Entry, EntryLayout
 from specmamba.cache.tiers.entry_index import EntryIndex, Name, Stored
@@ -50,11 +50,13 @@ class HostTier:
         """Whether there is an entry of this key."""
         return key in self._entries
 
-    def held(self) -> Iterator[Entry]:
-        """Iterate over all entries, parents before what continues them."""
-        for stored in sorted(self._index, key=lambda stored: stored.start):
-            if (entry := self._entries.get(stored.key)) is not None:
-                yield entry
+    def held(self) -> list[bytes]:
+        """Return the keys of all entries, parents before what continues them."""
+        return [stored.key for stored in sorted(self._index, key=lambda stored: stored.start)]
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return an entry, whose memory stays as it is until ``allocate`` or ``forget``; None: there is none."""
+        return self._entries.get(key)
 
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return "absent": entries of other models are not here."""
