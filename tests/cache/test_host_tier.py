@@ -96,6 +96,22 @@ def test_what_was_used_longest_ago_leaves_behind_what_it_continues() -> None:
     assert (ends(tier, TEXT), tier.stats().num_bytes) == ([], 0)
 
 
+def test_nothing_leaves_for_an_entry_that_what_stays_leaves_no_hole_for() -> None:
+    tier = HostTier(LAYOUT, 5 * 192, is_pinned=False)
+    others = [tuple(range(first, first + 30)) for first in (0, 30, 210)]
+    for text in (*others[:2], TEXT[:30], others[2], TEXT[:60]):  # the third piece is continued by the fifth,
+        assert put(tier, text)
+    load = tier.load(tier.find(PrefixHasher(SECRET, None, None, array(TEXT)))[1:])  # which is being loaded
+    head = b"of another text"
+    assert tier.allocate(128, head) is None  # as large as three
+    stats = tier.stats()
+    assert (stats.num_entries, stats.evictions, stats.lost_writes["busy"]) == (5, 0, 1)
+    assert put(tier, tuple(range(80, 0, -1)))  # as two
+    assert ([ends(tier, text) for text in others], ends(tier, TEXT)) == ([[], [], [30]], [30, 60])
+    tier.release(load)
+    assert tier.allocate(128, head) is not None
+
+
 def test_a_save_in_many_calls_takes_each_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "MAX_PAUSE_S", 0.0)  # a call for each entry
     host = HostTier(LAYOUT, 1 << 16, is_pinned=False)
