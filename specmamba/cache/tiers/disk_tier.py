@@ -288,15 +288,20 @@ class DiskTier:
                 self._scan()
 
     def _scan(self) -> None:
-        """Make the index what the folder is now: other processes write and remove files too."""
+        """Make the index what the folder is now: other processes write and remove files too.
+
+        What was put, or written to the end, since the listing began may be missing in it, and stays.
+        """
+        with self._lock:
+            written = [stored for stored in self._index if stored.key not in self._coming]
         try:
             self._seen = self._folder.changed()
             files = {file.name: file for file in self._folder.list()}
         except OSError:
             files = {}  # the folder is gone
         with self._lock:
-            for stored in list(self._index):
-                if stored.name not in files and stored.key not in self._coming:
+            for stored in written:
+                if stored.name not in files and self._index.get(stored.name) is stored:
                     self._index.remove(stored.name)
             for name, file in files.items():
                 if (known := self._index.get(name)) is not None:
