@@ -123,7 +123,12 @@ def test_a_save_in_many_calls_takes_each_entry_once(tmp_path: Path, monkeypatch:
     writer = TierWriter(unused, [host, disk], lambda *text: PrefixHasher(SECRET, None, None, text[0]))
     save, calls, asked = Saving([], [host], disk, writer), 0, list[bytes]()
     get = host.get
-    monkeypatch.setattr(host, "get", lambda key: asked.append(key) or get(key))
+
+    def noted(key: bytes) -> Entry | None:
+        asked.append(key)
+        return get(key)
+
+    monkeypatch.setattr(host, "get", noted)
     deadline = time.monotonic() + 10
     while not save.go_on():
         calls += 1
@@ -131,8 +136,7 @@ def test_a_save_in_many_calls_takes_each_entry_once(tmp_path: Path, monkeypatch:
         time.sleep(0.001)
     assert calls >= 5
     assert asked == host.held()
-    text = PrefixHasher(SECRET, None, None, array(TEXT))
-    assert [entry.end for entry in disk.find(text)] == [30, 60, 90]
+    assert [entry.end for entry in disk.find(PrefixHasher(SECRET, None, None, array(TEXT)))] == [30, 60, 90]
     stats = disk.stats()
     assert (stats.writes, stats.lost_writes["too_large"]) == (3, 1)  # what continues the long one is no use without it
     disk.close()
