@@ -62,6 +62,10 @@ class Cut(NamedTuple):
         """The line with the other name."""
         return re.sub(rf"\b{self.old}\b", self.new, line)
 
+    def others(self) -> list[str]:
+        """Lines of the file that are not among those of the cut."""
+        return [line for line in self.source.text.splitlines() if line.strip() and line not in self.lines]
+
 
 def make_prompts(settings: EditSettings, documents: Sequence[Document]) -> Iterator[dict[str, str]]:
     """Yield ``count`` prompts, drawn by the seed.
@@ -78,7 +82,7 @@ def make_prompts(settings: EditSettings, documents: Sequence[Document]) -> Itera
 
 
 def new_cut(count: int, documents: Sequence[Document], draw: random.Random) -> Cut:
-    """Draw ``count`` lines of a file in which an identifier is used often enough."""
+    """Draw ``count`` lines of a file, of twice as many or more, in which an identifier is used often enough."""
     long_enough = [document for document in documents if document.text.count("\n") >= 2 * count]
     for _ in range(_TRIES if long_enough else 0):
         source = draw.choice(long_enough)
@@ -89,16 +93,17 @@ def new_cut(count: int, documents: Sequence[Document], draw: random.Random) -> C
         often = sorted(word for word, number in uses.items() if number >= FEWEST_USES)
         if often and all(len(line) <= 100 for line in lines):
             old = draw.choice(often)
-            return Cut(source, start + 1, lines, old, old + draw.choice(SUFFIXES))
+            cut = Cut(source, start + 1, lines, old, old + draw.choice(SUFFIXES))
+            if cut.others():  # a file may repeat its lines
+                return cut
     raise ConfigError("the held-out files have no more lines that use an identifier often: lower --lines")
 
 
 def edit_of(cut: Cut, draw: random.Random) -> tuple[str, str]:
     """The lines with a wish to change them, and the changed lines."""
     edited = [cut.renamed(line) for line in cut.lines]
-    others = [line for line in cut.source.text.splitlines() if line.strip() and line not in cut.lines]
     del edited[draw.randrange(1, len(edited))]
-    edited.insert(draw.randrange(1, len(edited)), draw.choice(others))
+    edited.insert(draw.randrange(1, len(edited)), draw.choice(cut.others()))
     shown = "\n".join(cut.lines)
     prompt = f"# {cut.source.name}\n{shown}\n\n# The same lines, where {cut.old} is called {cut.new}:\n"
     return prompt, "\n".join(edited) + "\n"

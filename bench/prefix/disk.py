@@ -48,7 +48,7 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     demand = Demand(1, 1, length + 1, length, 2 * length, 8 + -(-length // config.chunked_prefill_size))
     with _folder(config) as folder:
         flags: dict[str, Any] = {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
-        flags |= pool_flags(config, [demand]) | ({} if config.hicache_size else {"hicache_ratio": HOST_RATIO})
+        flags |= pool_flags(config, [demand]) | host_flags(config)
         with start_engine(config, **flags) as warm:
             for llm in (cold, warm):
                 warm_up(llm, source, config)
@@ -69,6 +69,11 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
         "lost_writes": sum(stats.lost_writes.values()),
         "different_texts": sum(one["different_texts"] for one in rounds),
     }
+
+
+def host_flags(config: PrefixBenchConfig) -> dict[str, float]:
+    """Flags of host memory, which is measured too: none where the command line gives its size."""
+    return {} if config.hicache_size or config.hicache_ratio else {"hicache_ratio": HOST_RATIO}
 
 
 @contextmanager

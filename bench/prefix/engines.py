@@ -100,6 +100,10 @@ class PrefixBenchConfig(ReportOptions):
                 f"--concurrency {self.concurrency}: only {self.max_running_requests} requests run together; raise "
                 "--max-running-requests"
             )
+        if "disk" in self.workloads and self.hicache_ratio == 0 and not self.hicache_size:
+            raise ValueError(
+                "--hicache-ratio 0: disk measures host memory too; raise it, or leave disk out of --workloads"
+            )
         if self.plot is not None and not set(SHARING) & set(self.workloads):
             raise ValueError(f"--plot: the picture is of workloads: choose some of {', '.join(SHARING)}")
         return self

@@ -20,7 +20,7 @@ class LayerKV(NamedTuple):
     """
 
     k_pool: Tensor  # [slots, Hkv, D]
-    v_pool: Tensor  # [slots, Hkv, D]
+    v_pool: Tensor  # [slots, Hkv, V]; V = D, but for latents
     write_slots: Tensor  # [B * N] int64. Slots are trusted; tokens may share one that is never read (padding)
     k_scales: Tensor | None = None  # [slots, Hkv] float32, of codes; None: pools hold the numbers themselves
     v_scales: Tensor | None = None  # [slots, Hkv] float32, where k_scales are

@@ -54,7 +54,6 @@ class CacheManager:
         self._track_interval = track_interval if is_on else None
         self._max_spare = int(SPARE_SHARE * pools.states.num_slots)
         self._spare_limits = min(spare_limits[0], self._max_spare), spare_limits[1]
-        self._spare: dict[Node, None] = {}  # nodes with spare states, the oldest first
         self.tiers: PrefixTiers | None = None  # what lies below the cache; None: nothing
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
@@ -336,27 +335,17 @@ class CacheManager:
         if not insertion.takes_state:
             self.pools.states.free(slot, PREFIX_CACHE)
         elif is_spare:
-            insertion.node.is_spare = True
-            self._keep_spare(insertion.node)
+            self.cache.mark_spare(insertion.node, self._max_spare)
         self.cache.move_lock(start, insertion.node)
         request.node = insertion.node
         table.settle(row, start.end, insertion.slots)
         if self.tiers is not None:
             self.tiers.state_was_left(insertion.node)
 
-    def _keep_spare(self, node: Node) -> None:
-        """Count a spare state; where they are too many, the oldest that none has gone on from is dropped."""
-        self._spare[node] = None
-        if len(self._spare) > self._max_spare:
-            oldest = next(iter(self._spare))
-            del self._spare[oldest]
-            self.cache.drop_spare(oldest)
-
     def _note_hit(self, node: Node) -> None:
         """Note that a request goes on from a node: a spare state has been worth it, and is one like others now."""
         if node.is_spare:
-            node.is_spare = False
-            self._spare.pop(node, None)
+            self.cache.keep_spare(node)
             if self.tiers is not None:
                 self.tiers.state_was_left(node)
         if self.tiers is not None:

@@ -237,11 +237,11 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
     if config.hicache_storage_dir is None and (given := is_given(*DISK_FLAGS)):
         return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
     if (stored := config.hicache_state_dtype) != "float32":
-        if not is_given(*PLACE_FLAGS):
+        if not any(getattr(config, name) for name in PLACE_FLAGS):
             return "--hicache-state-dtype: this needs a place below the pools: --hicache-storage-dir or --hicache-size"
         if config.mamba_ssm_dtype not in ("float32", stored):
             return f"--hicache-state-dtype {stored}: the state pool has {config.mamba_ssm_dtype}: drop one of them"
-    if config.hicache_size and is_given("hicache_ratio"):
+    if config.hicache_size and config.hicache_ratio:
         return "--hicache-ratio, --hicache-size: both are the size of host memory for prefixes: drop one of them"
     if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"

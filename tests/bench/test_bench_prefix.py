@@ -17,6 +17,7 @@ from specmamba.bench.prefix import __main__ as prefix
 from specmamba.bench.prefix import run as prefix_run
 from specmamba.bench.prefix.costs import prefill_work, tree_lengths, tree_work
 from specmamba.bench.prefix.decoding import decode_steps, stopwatch
+from specmamba.bench.prefix.disk import HOST_RATIO, host_flags
 from specmamba.bench.prefix.engines import SHARING, PrefixBenchConfig, demand_of, pool_flags, rehearse, sizes_of
 from specmamba.bench.prefix.figures import workload_figures
 from specmamba.bench.prefix.run import Answer, Play
@@ -444,6 +445,11 @@ def test_decode_steps_are_those_in_which_all_requests_decode(llm: LLM, source: T
     assert not vars(llm.engine.scheduler).get("admit")
 
 
+def test_a_given_size_of_host_memory_stays() -> None:
+    assert host_flags(PrefixBenchConfig()) == {"hicache_ratio": HOST_RATIO}
+    assert host_flags(PrefixBenchConfig(hicache_ratio=0.5)) == host_flags(PrefixBenchConfig(hicache_size=1)) == {}
+
+
 # --- bad input
 
 
@@ -458,6 +464,7 @@ def test_decode_steps_are_those_in_which_all_requests_decode(llm: LLM, source: T
         (["--disable-radix-cache"], "drop it"),
         (["--concurrency", "17"], "raise --max-running-requests"),
         (["--ttft-shared-tokens", "100"], "needs one of its own"),
+        (["--hicache-ratio", "0"], "leave disk out of --workloads"),
         (["--pressure-share", "0"], "--pressure-share"),
         (["--num-users", "0"], "--num-users"),
         (["--cost-tokens", "100"], "--cost-tokens"),

@@ -294,6 +294,30 @@ def test_two_tiers_see_each_other(new_tier: NewTier, monkeypatch: pytest.MonkeyP
     assert fetch(first, TEXT) == (TEXT[:90], TEXT[89])
 
 
+def test_what_is_written_while_the_folder_is_listed_stays_known(
+    new_tier: NewTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "SCAN_INTERVAL_S", 1e9)
+    tier, may_write = new_tier(), threading.Event()
+    put(tier, other := tuple(range(50)))
+    put(tier, TEXT[:30])
+    assert tier.drain()
+    write, look = EntryFolder.write, EntryFolder.list
+    monkeypatch.setattr(EntryFolder, "write", lambda *given: (may_write.wait(5), write(*given))[1])
+    put(tier, TEXT[:60])
+
+    def look_too_early(folder: EntryFolder) -> list[object]:
+        found = list(look(folder))
+        may_write.set()
+        put(tier, TEXT[:90])
+        assert tier.drain()
+        return [file for file in found if file.name != tier.find(hash_of(tier, other, None, None))[0].name]
+
+    monkeypatch.setattr(EntryFolder, "list", look_too_early)
+    tier._scan()
+    assert (ends(tier, TEXT), ends(tier, other)) == ([30, 60, 90], [])  # the other one was removed
+
+
 def test_what_waits_to_be_written_is_loaded_from_memory(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, may_write = new_tier(), threading.Event()
     real = EntryFolder.write

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specmamba.cache.kv_pool import ALIGNMENT
-from specmamba.cache.tiers import tier_setup
+from specmamba.cache.tiers import saving, tier_setup
+from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.host_arena import HostArena, aligned
 from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
+from specmamba.cache.tiers.saving import Saving
+from specmamba.cache.tiers.tier_writer import TierWriter
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from tests.cache.test_disk_tier import LAYOUT, SECRET, TEXT
@@ -89,6 +94,52 @@ def test_what_was_used_longest_ago_leaves_behind_what_it_continues() -> None:
     assert tier.stats().num_entries == 5
     tier.forget()
     assert (ends(tier, TEXT), tier.stats().num_bytes) == ([], 0)
+
+
+def test_nothing_leaves_for_an_entry_that_what_stays_leaves_no_hole_for() -> None:
+    tier = HostTier(LAYOUT, 5 * 192, is_pinned=False)
+    others = [tuple(range(first, first + 30)) for first in (0, 30, 210)]
+    for text in (*others[:2], TEXT[:30], others[2], TEXT[:60]):  # the third piece is continued by the fifth,
+        assert put(tier, text)
+    load = tier.load(tier.find(PrefixHasher(SECRET, None, None, array(TEXT)))[1:])  # which is being loaded
+    head = b"of another text"
+    assert tier.allocate(128, head) is None  # as large as three
+    stats = tier.stats()
+    assert (stats.num_entries, stats.evictions, stats.lost_writes["busy"]) == (5, 0, 1)
+    assert put(tier, tuple(range(80, 0, -1)))  # as two
+    assert ([ends(tier, text) for text in others], ends(tier, TEXT)) == ([[], [], [30]], [30, 60])
+    tier.release(load)
+    assert tier.allocate(128, head) is not None
+
+
+def test_a_save_in_many_calls_takes_each_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "MAX_PAUSE_S", 0.0)  # a call for each entry
+    host = HostTier(LAYOUT, 1 << 16, is_pinned=False)
+    disk = DiskTier(tmp_path / "prefixes", LAYOUT, 6000, 1000)
+    long = tuple(number % 200 for number in range(1600))
+    for text in (TEXT[:30], long[:1570], TEXT[:60], long, TEXT[:90]):  # the long one is too large for the disk
+        assert put(host, text)
+    unused: Any = None
+    writer = TierWriter(unused, [host, disk], lambda *text: PrefixHasher(SECRET, None, None, text[0]))
+    save, calls, asked = Saving([], [host], disk, writer), 0, list[bytes]()
+    get = host.get
+
+    def noted(key: bytes) -> Entry | None:
+        asked.append(key)
+        return get(key)
+
+    monkeypatch.setattr(host, "get", noted)
+    deadline = time.monotonic() + 10
+    while not save.go_on():
+        calls += 1
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert calls >= 5
+    assert asked == host.held()
+    assert [entry.end for entry in disk.find(PrefixHasher(SECRET, None, None, array(TEXT)))] == [30, 60, 90]
+    stats = disk.stats()
+    assert (stats.writes, stats.lost_writes["too_large"]) == (3, 1)  # what continues the long one is no use without it
+    disk.close()
 
 
 def size_of(device: str, **flags: Any) -> int:

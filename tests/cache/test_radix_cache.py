@@ -878,6 +878,7 @@ class TestCheck:
             ("node.parent.state_slot = node.state_slot", "two nodes have one state slot|state"),
             ("cache._recency.nodes.popitem()", "the list of evictable nodes has wrongly nothing"),
             ("cache._recency.states.popitem()", "the list of evictable states has wrongly nothing"),
+            ("node.is_spare = True", "the list of spare states has wrongly nothing"),
             ("cache._recency.nodes.move_to_end(node)", "is not in the order of access"),
             ("cache._recency.states.move_to_end(node.parent)", "is not in the order of access"),
             ("cache._tree.num_tokens += 1", "26 tokens are counted, and 25 are there"),

@@ -41,7 +41,7 @@ def test_the_second_text_goes_on_from_a_spare_state(prompts: list[Tokens]) -> No
     text = sum(prompts, ())
     first, others = text[:301], [(*text[i : i + 60], *text[400:641]) for i in range(1, 8)]
     with new_llm("no_buffer", "chain", 1, 512, max_mamba_cache_size=8, max_total_tokens=4000) as llm:
-        cache, manager = llm.engine.cache_manager.cache, llm.engine.cache_manager
+        cache = llm.engine.cache_manager.cache
         cold = llm.generate(first, greedy())[0]
         assert [node.end for node in cache.state_nodes() if node.is_spare] == [225]
         second = llm.generate(first[:250] + text[700:740], greedy())[0]
@@ -49,8 +49,10 @@ def test_the_second_text_goes_on_from_a_spare_state(prompts: list[Tokens]) -> No
         assert not any(node.is_spare for node in cache.state_nodes())
         for prompt in others:
             llm.generate(prompt, greedy(2))
-            assert len(manager._spare) <= SPARE_SHARE * 8
-            assert {node for node in cache.state_nodes() if node.is_spare} <= set(manager._spare)
+            assert len([node for node in cache.state_nodes() if node.is_spare]) == cache.num_spare <= SPARE_SHARE * 8
         check_pools(llm)
+        assert cache.num_spare
+        cache.evict_states(8)
+        assert cache.num_spare == 0  # what is gone takes no place of later ones
     with new_llm("no_buffer", "chain", 1, 512, disable_radix_cache=True, max_mamba_cache_size=None) as llm:
         assert llm.generate(second.prompt_token_ids, greedy())[0].token_ids == second.token_ids

@@ -217,6 +217,7 @@ class TestPrefixCacheFlags:
             (["--hicache-storage-size", "4", "--hicache-size", "1"], "--hicache-storage-size: this needs"),
             (["--hicache-write-policy", "write_back"], "this needs --hicache-storage-dir"),
             (["--hicache-state-dtype", "float16"], "a place below the pools"),
+            (["--hicache-state-dtype", "float16", "--hicache-ratio", "0"], "a place below the pools"),
             (["--hicache-ratio", "1", "--hicache-size", "1"], "drop one of them"),
             (
                 ["--hicache-size", "1", "--hicache-state-dtype", "float16", "--mamba-ssm-dtype", "bfloat16"],
@@ -231,6 +232,7 @@ class TestPrefixCacheFlags:
         strategy = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
         assert serve(*strategy).mamba_track_interval == 64
         assert serve("--schedule-policy", "lpm", "--schedule-max-overtakes", "4").schedule_max_overtakes == 4
+        assert serve("--hicache-ratio", "0", "--hicache-size", "8").hicache_size == 8
 
 
 class TestPrecedence:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
-from tests.fake_engine import Served, serving
+from specmamba.server.api import stored_prefixes
+from tests.fake_engine import Served, serving, wait_until
 from tests.server.test_server_cache import PROMPT, refusal, usage
 
 FLAGS: dict[str, Any] = {
@@ -60,6 +63,43 @@ def test_what_is_saved_is_loaded_for_its_client_alone(served: Served) -> None:
     again = complete(served, "first", cache_salt="a")
     assert usage(again) == (num_tokens, num_tokens - 1)
     assert again.json()["choices"] == first.json()["choices"]
+
+
+def test_a_load_that_lasts_checks_its_text_once_and_has_few_beside_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served.thread.call(lambda engine: engine).result(10)
+    checked: list[int] = []
+    polls: list[object] = []
+    may_end = threading.Event()
+
+    def load_prefix(wish: Any, *_: object) -> int | None:
+        polls.append(wish)
+        wish.is_over = may_end.is_set()
+        return 7 if wish.is_over else None
+
+    monkeypatch.setattr(engine, "check_prompt", lambda tokens: checked.append(len(tokens)))
+    monkeypatch.setattr(engine.cache_manager, "load_prefix", load_prefix)
+    monkeypatch.setattr(stored_prefixes, "MAX_LOADS_OF_CLIENT", 1)
+    monkeypatch.setattr(stored_prefixes, "MAX_LOADS", 2)
+
+    def load(key: str) -> Any:
+        return served.http.post("/cache/load", json={"prompt": [1, 2]}, headers={"Authorization": f"Bearer {key}"})
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            calls = [pool.submit(load, "first")]
+            wait_until(lambda: len(polls) > 5)
+            assert refusal(load("first"), 429)["code"] == "too_many_loads"
+            calls.append(pool.submit(load, "second"))
+            wait_until(lambda: len(set(map(id, polls))) == 2)
+            error = refusal(load("operator"), 429)
+            assert "wait for one of them to end" in error["message"]
+        finally:
+            may_end.set()
+        assert [call.result(10).json()["prompts"][0]["cached_tokens"] for call in calls] == [7, 7]
+    assert checked == [2, 2]
+    assert load("first").status_code == 200  # the places are free again
 
 
 def test_calls_that_ask_for_nothing_possible_are_refused(served: Served) -> None:

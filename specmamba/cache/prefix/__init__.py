@@ -79,6 +79,11 @@ class MambaRadixCache:
         return len(self._recency.states)
 
     @property
+    def num_spare(self) -> int:
+        """Number of spare states that are in the tree now."""
+        return len(self._tree.spare)
+
+    @property
     def stats(self) -> CacheStats:
         """Sizes now, and counts since the start."""
         return self._counters.stats(self._tree)
@@ -227,14 +232,22 @@ class MambaRadixCache:
                 self._remove_branch(node)
         return True
 
-    def drop_spare(self, node: Node) -> None:
-        """Drop a spare state, unless a request has gone on from it, it is locked, or it is gone already."""
-        if not node.is_spare or node.state_slot is None or node.state_locks:
+    def mark_spare(self, node: Node, most: int) -> None:
+        """Note that the state of a node is spare; of more than ``most`` the oldest is dropped, unless it is locked."""
+        node.is_spare = True
+        self._tree.spare[node] = None
+        oldest = next(iter(self._tree.spare))
+        if self.num_spare <= most or oldest.state_locks:
             return
-        if node.kv_locks or node.children:
-            self._tree.drop_state(node)
+        if oldest.kv_locks or oldest.children:
+            self._tree.drop_state(oldest)
         else:
-            self._remove_branch(node)
+            self._remove_branch(oldest)
+
+    def keep_spare(self, node: Node) -> None:
+        """Note that a request goes on from a spare state, which is one like others now."""
+        node.is_spare = False
+        self._tree.spare.pop(node, None)
 
     def state_nodes(self) -> list[Node]:
         """Return all nodes with a state, parents before their children."""

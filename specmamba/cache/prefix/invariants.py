@@ -95,6 +95,7 @@ def _check_states(tree: RadixTree, nodes: list[Node]) -> None:
     slots = {node.state_slot: node for node in with_state}
     _require(len(slots) == len(with_state), "two nodes have one state slot")
     _require(slots == tree.state_nodes, "the index of state slots does not fit the nodes")
+    _same("the list of spare states", tree.spare, [node for node in with_state if node.is_spare])
     for slot, node in tree.state_nodes.items():
         tree.states.check(slot, PREFIX_CACHE, node.end)
 

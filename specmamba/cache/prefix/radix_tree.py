@@ -28,6 +28,7 @@ class RadixTree:
         self.roots: dict[tuple[str | None, str | None], Root] = {}  # by tenant and salt
         self.idle_roots: dict[Root, None] = {}  # roots without children and locks; the last one asked for is at the end
         self.state_nodes: dict[int, Node] = {}  # by state slot
+        self.spare: dict[Node, None] = {}  # nodes with spare states, the oldest first
         self.num_nodes = 0
         self.num_tokens = 0
         self.num_locked_tokens = 0
@@ -137,7 +138,8 @@ class RadixTree:
         """Detach the unlocked state of a node and return its slot, which the prefix cache still owns."""
         slot = node.state_slot
         assert slot is not None
-        node.state_slot = None
+        node.state_slot, node.is_spare = None, False
+        self.spare.pop(node, None)
         del self.state_nodes[slot], self.recency.states[node]
         return slot
 

@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,9 +85,13 @@ class DiskTier:
         with self._lock:
             return self._index.get((self.layout.fingerprint, key)) is not None
 
-    def held(self) -> Iterator[Entry]:
-        """Iterate over nothing: files are for all processes."""
-        return iter(())
+    def held(self) -> list[bytes]:
+        """Return nothing: files are for all processes."""
+        return []
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return None: files are for all processes."""
+        return None
 
     def forget(self) -> None:
         """Do nothing: files are for all processes."""
@@ -284,15 +288,20 @@ class DiskTier:
                 self._scan()
 
     def _scan(self) -> None:
-        """Make the index what the folder is now: other processes write and remove files too."""
+        """Make the index what the folder is now: other processes write and remove files too.
+
+        What was put, or written to the end, since the listing began may be missing in it, and stays.
+        """
+        with self._lock:
+            written = [stored for stored in self._index if stored.key not in self._coming]
         try:
             self._seen = self._folder.changed()
             files = {file.name: file for file in self._folder.list()}
         except OSError:
             files = {}  # the folder is gone
         with self._lock:
-            for stored in list(self._index):
-                if stored.name not in files and stored.key not in self._coming:
+            for stored in written:
+                if stored.name not in files and self._index.get(stored.name) is stored:
                     self._index.remove(stored.name)
             for name, file in files.items():
                 if (known := self._index.get(name)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 
 import torch
 
@@ -51,6 +52,15 @@ class HostArena:
             end = sum(self._holes[last])
             last += 1
         self._holes[first:last] = [(begin, end - begin)]
+
+    def has_room_beside(self, pieces: Iterable[tuple[int, int]], nbytes: int) -> bool:
+        """Whether a piece would find a hole if only ``pieces``, as (offset, size), were left."""
+        end = 0
+        for offset, size in sorted(pieces):
+            if offset - end >= aligned(nbytes):
+                return True
+            end = offset + aligned(size)
+        return self.num_bytes - end >= aligned(nbytes)
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         """Return the memory of a piece, or of a part of one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from specmamba.cache.tiers.entry import Buffers, Bytes, Entry, EntryLayout
 from specmamba.cache.tiers.entry_index import EntryIndex, Name, Stored
@@ -50,11 +50,13 @@ class HostTier:
         """Whether there is an entry of this key."""
         return key in self._entries
 
-    def held(self) -> Iterator[Entry]:
-        """Iterate over all entries, parents before what continues them."""
-        for stored in sorted(self._index, key=lambda stored: stored.start):
-            if (entry := self._entries.get(stored.key)) is not None:
-                yield entry
+    def held(self) -> list[bytes]:
+        """Return the keys of all entries, parents before what continues them."""
+        return [stored.key for stored in sorted(self._index, key=lambda stored: stored.start)]
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return an entry, whose memory stays as it is until ``allocate`` or ``forget``; None: there is none."""
+        return self._entries.get(key)
 
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return "absent": entries of other models are not here."""
@@ -79,7 +81,10 @@ class HostTier:
         self._users -= Counter(stored.key for stored in load.chain)
 
     def allocate(self, num_tokens: int, parent: bytes) -> Buffers | None:
-        """Return memory for an entry, for which what was used longest ago leaves; None, counted: it does not fit."""
+        """Return memory for an entry, for which what was used longest ago leaves; None, counted: it does not fit.
+
+        An entry is in one piece. Where what must stay lies so that no hole of its size can arise, nothing leaves.
+        """
         sizes = [part.nbytes * num_tokens for part in self.layout.token_parts]
         sizes += [part.nbytes for part in self.layout.state_parts]
         nbytes = sum(map(aligned, sizes))
@@ -89,13 +94,10 @@ class HostTier:
         if nbytes > self._arena.num_bytes:
             self._lose("too_large")
             return None
-        spared = {(self.layout.fingerprint, key) for key in (*self._users, parent)}
-        while (offset := self._arena.allocate(nbytes)) is None:
-            victim = self._index.oldest(spared)
-            if victim is None:
-                self._lose("busy")
-                return None
-            self._evict(victim.name)
+        offset = self._make_room(nbytes, [*self._users, parent])
+        if offset is None:
+            self._lose("busy")
+            return None
         self._coming = offset, nbytes
         arrays: list[Bytes] = []
         for size in sizes:
@@ -155,6 +157,31 @@ class HostTier:
     def close(self) -> None:
         """Drop all entries."""
         self.forget()
+
+    def _make_room(self, nbytes: int, spared: Sequence[bytes]) -> int | None:
+        """Evict until there is a hole; returns its offset. None, with no change: the spared entries are in the way."""
+        offset = self._arena.allocate(nbytes)
+        if offset is None and not self._arena.has_room_beside(self._pieces_of(spared), nbytes):
+            return None
+        names = {(self.layout.fingerprint, key) for key in spared}
+        while offset is None:
+            victim = self._index.oldest(names)
+            assert victim is not None  # or the spared entries alone would be left, and the hole be there
+            self._evict(victim.name)
+            offset = self._arena.allocate(nbytes)
+        return offset
+
+    def _pieces_of(self, keys: Sequence[bytes]) -> set[tuple[int, int]]:
+        """Return offset and size of entries and of all that they continue."""
+        pieces: set[tuple[int, int]] = set()
+        for key in keys:
+            entry = self._entries.get(key)
+            while entry is not None:
+                stored = self._index.get((self.layout.fingerprint, entry.key))
+                assert stored is not None
+                pieces.add((self._offsets[entry.key], stored.nbytes))
+                entry = self._entries.get(entry.parent) if entry.start else None
+        return pieces
 
     def _evict(self, name: Name) -> None:
         """Remove an entry that no other one continues."""

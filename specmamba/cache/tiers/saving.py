@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from specmamba.cache.prefix.node import Node
 from specmamba.cache.tiers.tier import Tier
@@ -26,8 +27,10 @@ class Saving:
             tier: that it is written to.
             writer: of these tiers.
         """
-        self._nodes, self._above = deque(nodes), above
         self._tier, self._writer = tier, writer
+        self._above = deque(above)  # those whose entries are not among the jobs yet
+        # each writes one state until a deadline; False: the tier has not taken it
+        self._jobs: deque[Callable[[float], bool]] = deque(partial(self._write_node, node) for node in nodes)
         self._given: set[bytes] | None = None  # entries that waited to be stored when the last one was given
 
     def go_on(self, wait_s: float = 0.0) -> bool:
@@ -39,20 +42,12 @@ class Saving:
         """
         began = time.monotonic()
         deadline = began + wait_s
-        while self._nodes:
-            node = self._nodes[0]
-            is_attached = node.parent is not None
-            if is_attached and not self._writer.write(node, self._tier, deadline):
+        while self._jobs or self._take_entries():
+            if not self._jobs[0](deadline):
                 return False
-            self._nodes.popleft()
+            self._jobs.popleft()
             if not wait_s and time.monotonic() - began > MAX_PAUSE_S:
                 return False
-        for tier in self._above:
-            for entry in tier.held():
-                if not self._writer.copy([entry], self._tier, deadline):
-                    return False
-                if not wait_s and time.monotonic() - began > MAX_PAUSE_S:
-                    return False
         waiting = self._tier.waiting()
         self._given = waiting if self._given is None else self._given & waiting
         return not self._given
@@ -60,3 +55,18 @@ class Saving:
     def stats(self) -> TierStats:
         """Return the figures of the tier."""
         return self._tier.stats()
+
+    def _take_entries(self) -> bool:
+        """Add what the tiers above hold, once: after the nodes, so that what has left the pools meanwhile is in it."""
+        while self._above and not self._jobs:
+            tier = self._above.popleft()
+            self._jobs.extend(partial(self._write_entry, tier, key) for key in tier.held())
+        return bool(self._jobs)
+
+    def _write_node(self, node: Node, deadline: float) -> bool:
+        is_attached = node.parent is not None
+        return not is_attached or self._writer.write(node, self._tier, deadline)
+
+    def _write_entry(self, tier: Tier, key: bytes, deadline: float) -> bool:
+        entry = tier.get(key)  # None: it has left the tier
+        return entry is None or self._writer.copy([entry], self._tier, deadline)

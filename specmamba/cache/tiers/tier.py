@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from specmamba.cache.tiers.entry import Buffers, Entry
@@ -66,8 +66,12 @@ class Tier(Protocol):
         """Whether there is an entry of this key."""
         ...
 
-    def held(self) -> Iterator[Entry]:
-        """Iterate over the entries that this process alone holds, parents first; they are valid until the next call."""
+    def held(self) -> list[bytes]:
+        """Return the keys of the entries that this process alone holds, parents first."""
+        ...
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return an entry that this process alone holds, valid until the next call; None: there is none."""
         ...
 
     def forget(self) -> None:

@@ -88,9 +88,12 @@ class TierWriter:
         return True
 
     def copy(self, entries: Iterable[Entry], tier: Tier, deadline: float | None = None) -> bool:
-        """Copy entries, parents first, into a tier that lacks them; ``deadline`` and result as of ``write``."""
+        """Copy entries, parents first, into a tier that lacks them; ``deadline`` and result as of ``write``.
+
+        Those that continue what the tier could not take are left out: no request would find them.
+        """
         for entry in entries:
-            if tier.has(entry.key):
+            if tier.has(entry.key) or (entry.start and not tier.has(entry.parent)):
                 continue
             num_tokens = entry.end - entry.start
             if not _may_put(tier, num_tokens, deadline):

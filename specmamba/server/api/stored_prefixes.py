@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import numpy as np
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 SAVE_TIMEOUT_S = 600.0
 POLL_S = 0.01
+LONGEST_POLL_S = 0.25  # of a load: each time it waits, it asks after half as long again
+MAX_LOADS, MAX_LOADS_OF_CLIENT = 16, 4  # calls at a time: each asks the engine, between its steps, again and again
 
 
 class Saved(BaseModel):
@@ -62,10 +66,36 @@ def _refuse_without(what: str, flags: str) -> NoReturn:
     raise ApiError(400, f"this server keeps {what}: start it with {flags}", code="no_stored_prefixes")
 
 
+class LoadCalls:
+    """The calls of /cache/load that are being answered."""
+
+    def __init__(self) -> None:
+        self._num_open: Counter[str] = Counter()  # by the name of the client
+
+    @contextmanager
+    def place_of(self, client: str) -> Iterator[None]:
+        """Count a call while it is answered. Raises ApiError 429: too many are, of this client or of all."""
+        if self._num_open[client] >= MAX_LOADS_OF_CLIENT or self._num_open.total() >= MAX_LOADS:
+            message = f"/cache/load answers {MAX_LOADS} calls at a time, {MAX_LOADS_OF_CLIENT} of one client"
+            raise ApiError(
+                429,
+                f"{message}: wait for one of them to end",
+                kind="rate_limit_error",
+                code="too_many_loads",
+                headers={"Retry-After": "1"},
+            )
+        self._num_open[client] += 1
+        try:
+            yield
+        finally:
+            self._num_open[client] -= 1
+            self._num_open += Counter()  # without clients that have none
+
+
 def stored_prefix_routes(service: Service) -> APIRouter:
     """POST /cache/save and /cache/load."""
     router = APIRouter(prefix="/cache")
-    saving = asyncio.Lock()
+    saving, loads = asyncio.Lock(), LoadCalls()
 
     @router.post("/save", responses=errors(400, 401, 403, 503))
     async def save(request: Request) -> Saved:
@@ -74,14 +104,15 @@ def stored_prefix_routes(service: Service) -> APIRouter:
         async with saving:  # a second call waits, and finds next to nothing to write
             return await _save(service)
 
-    @router.post("/load", responses=errors(400, 401, 503))
+    @router.post("/load", responses=errors(400, 401, 429, 503))
     async def load(body: LoadRequest, request: Request) -> Loaded:
         """Bring what host memory and disk have of the caller's texts into the pools, as far as there is room."""
-        tenant = caller_of(request.scope).tenant
-        prompts = as_list(body.prompt)
-        tokens = [await service.encode(each) if isinstance(each, str) else each for each in prompts]
-        key = cache_key_of(body.cache_salt, body.extra_key)
-        return Loaded(prompts=[await _load(service, each, key, tenant) for each in tokens])
+        caller = caller_of(request.scope)
+        with loads.place_of(caller.name):
+            prompts = as_list(body.prompt)
+            tokens = [await service.encode(each) if isinstance(each, str) else each for each in prompts]
+            key = cache_key_of(body.cache_salt, body.extra_key)
+            return Loaded(prompts=[await _load(service, each, key, caller.tenant) for each in tokens])
 
     return router
 
@@ -105,19 +136,22 @@ async def _save(service: Service) -> Saved:
 
 
 async def _load(service: Service, tokens: Sequence[int], extra_key: str | None, tenant: str | None) -> LoadedPrompt:
-    array, wish = np.array(tokens, dtype=np.int64), TierWish()
-
-    def go_on(engine: Engine) -> int | None:
+    def check(engine: Engine) -> None:
         if engine.cache_manager.tiers is None:
             _refuse_without("prefixes in its pools alone", "--hicache-storage-dir or --hicache-size")
         engine.check_prompt(tokens)
+
+    await between_steps(service.engine, check)  # it looks at each token, so not at each poll
+    array, wish, pause_s = np.array(tokens, dtype=np.int64), TierWish(), POLL_S
+
+    def go_on(engine: Engine) -> int | None:
         return engine.cache_manager.load_prefix(wish, array, extra_key, tenant)
 
     try:
-        while True:
-            if (count := await between_steps(service.engine, go_on)) is not None:
-                return LoadedPrompt(prompt_tokens=len(tokens), cached_tokens=count)
-            await asyncio.sleep(POLL_S)
+        while (count := await between_steps(service.engine, go_on)) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
+        return LoadedPrompt(prompt_tokens=len(tokens), cached_tokens=count)
     finally:
         if not wish.is_over:  # the client is gone, or the engine too slow
             service.engine.call(lambda engine: engine.cache_manager.cancel_load(wish))

@@ -57,6 +57,7 @@ def test_an_agent_changes_what_it_has_read() -> None:
 
 
 def test_files_that_do_not_do() -> None:
-    for documents in ([], DOCUMENTS[1:], [Document("lib", "b.py", "x\n" * 100)]):
+    repeated = Document("lib", "c.py", "total = 1\n" * 100)  # no line could be added
+    for documents in ([], DOCUMENTS[1:], [Document("lib", "b.py", "x\n" * 100)], [repeated]):
         with pytest.raises(ConfigError, match="no more lines that use an identifier often"):
             new_cut(12, documents, random.Random(0))
