@@ -38,10 +38,10 @@ class Automaton {
     for (int64_t i = 0; i < count; ++i) {
       place = shortened(place);
       for (int32_t s = place; s != kRoot; s = states_[s].link) states_[s].newest = tokens[i];
-      place = shortened(step(place, tokens[i]));
+      place = step(place, tokens[i]);  // not shortened: the edge to a longer state needs its count
       for (int32_t s = place; s != kRoot; s = states_[s].link) ++states_[s].count;
     }
-    return place;
+    return shortened(place);
   }
 
   Match follow(Match match, int32_t token) const {
@@ -264,7 +264,7 @@ class Draft {
         const Edge& edge = level.automaton->edge(e);
         const double count = level.automaton->state(edge.target).count;
         const double number = edge.token == state.newest ? count + rule_.newest : count;
-        share_of(edge.token).mass += rest * (number / total);
+        if (number > 0.0) share_of(edge.token).mass += rest * (number / total);
       }
       rest *= doubt / total;
       if (rest < kLeastRest) break;

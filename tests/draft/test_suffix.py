@@ -121,6 +121,15 @@ class TestDrafter:
         batch = batch_of({2: [5, 6]})
         assert check_tree(drafter.propose(batch), batch, 4) == [[]]
 
+    def test_candidates_behind_the_longest_context_have_a_probability(self) -> None:
+        common = list(range(10, 33))
+        text = [2, *common, 9, *[3, *common, 8] * 10, 3, *common, 9, 3, *common, 8, 3, *common]
+        drafter = suffix_drafter(2, 4, 8, speculative_suffix_max_match=24)
+        drafter.begin(1, text)
+        offer = drafter.offer(batch_of({1: text}), 2)  # shorter contexts have no part in it
+        shares = dict(zip(offer.tokens[0, :2].tolist(), offer.logp[0, :2].exp().tolist(), strict=True))
+        assert shares == pytest.approx({8: 11.5 / 12.6, 9: 1 / 12.6}, abs=0.01)
+
     def test_the_corpus(self) -> None:
         drafter = suffix_drafter(2, 4, 8, corpus=[1, 2, 3, 4, 9, 2, 3, 5])
         drafter.begin(1, [2])
