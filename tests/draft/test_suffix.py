@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.config import EngineConfig
-from specmamba.core import RequestOutput
+from specmamba.core import DraftTextStats, RequestOutput
 from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.drafter import SharedText
 from specmamba.draft.suffix import SuffixDrafter
-from specmamba.draft.suffix.shared_texts import MOST_TOKENS, OWN_BYTES, SharedText, SharedTexts
+from specmamba.draft.suffix.shared_texts import MOST_TOKENS, OWN_BYTES, SharedTexts
 from specmamba.errors import ConfigError
 from specmamba.flags.other_names import translated
 from specmamba.kernels import suffix_automaton
@@ -101,22 +103,59 @@ class TestDrafter:
         drafter = suffix_drafter(3, 4, 4)
         text = [5, 6, 7, 8]
         for row, key in ((1, "a"), (2, "a"), (3, "b")):
-            drafter.share(row, key)
+            drafter.share(row, SharedText(key))
             drafter.begin(row, text if row == 1 else [5, 6])
         drafter.begin(4, [5, 6])  # of no key
         batch = batch_of({row: [5, 6] for row in (2, 3, 4)})
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 7), (1, 8)], [], []]
-        drafter.share(1, "b")
+        drafter.end(1)
+        drafter.share(1, SharedText("b"))
         drafter.begin(1, [1])  # the text of the row's former request stays known under its own key
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 7), (1, 8)], [], []]
         drafter.forget_texts()
         assert check_tree(drafter.propose(batch), batch, 4) == [[], [], []]
 
+    def test_the_memory_of_a_text_goes_when_its_request_ends(self) -> None:
+        drafter = suffix_drafter(3, 4, 4)
+        first = SharedText("a")
+        drafter.share(1, first)
+        drafter.begin(1, [5, 6, 7])
+        drafter.propose(batch_of({1: [5, 6, 7]}))
+        assert drafter.text_stats.own_bytes > 0
+        drafter.advance((1,), [[8, 9]])
+        drafter.end(1)
+        drafter.end(1)  # nothing more to free
+        assert drafter.text_stats.own_bytes == 0 < drafter.text_stats.shared_bytes
+        assert drafter._shared is not None
+        (automaton,) = drafter._shared.of("a")
+        kept = weakref.ref(automaton)
+        del automaton
+        drafter.share(2, SharedText("a"))
+        drafter.begin(2, [5])
+        batch = batch_of({2: [5]})
+        assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 6), (1, 7), (2, 8)]]  # its last tokens too
+        drafter.forget_texts()
+        assert kept() is None
+        assert first.num_tokens == 5
+
+    def test_the_text_of_a_preempted_request_counts_once(self) -> None:
+        drafter, text = suffix_drafter(1, 4, 4), SharedText("a")
+        for known in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+            drafter.share(1, text)
+            drafter.begin(1, known[:-1])
+            drafter.advance((1,), [known[-1:]])
+            drafter.end(1)
+        drafter.share(2, SharedText("a"))
+        drafter.begin(2, [1])
+        offer = drafter.offer(batch_of({2: [1]}), 1)
+        doubt = float(DraftRule(1, 1, 1, 1).doubts[1])
+        assert float(offer.logp[0, 0].exp()) == pytest.approx(1.5 / (1.5 + doubt))
+
     @pytest.mark.parametrize("flag", ["disable_radix_cache", "speculative_suffix_shared_mib"])
     def test_nothing_is_shared_where_flags_say_so(self, flag: str) -> None:
         drafter = suffix_drafter(3, 4, 4, None, **{flag: flag == "disable_radix_cache"})
         for row, text in ((1, [5, 6, 7, 8]), (2, [5, 6])):
-            drafter.share(row, "a")
+            drafter.share(row, SharedText("a"))
             drafter.begin(row, text)
         batch = batch_of({2: [5, 6]})
         assert check_tree(drafter.propose(batch), batch, 4) == [[]]
@@ -145,7 +184,7 @@ class TestSharedTexts:
         parts = {key: SharedText(key) for key in texts}
         for key, text in texts.items():
             for end in range(500, 3001, 500):
-                shared.extend(parts[key], array(text[:end]), end - 500)
+                shared.extend(parts[key], array(text[:end]))
                 assert shared.num_bytes <= most
                 counted = [a.num_bytes + OWN_BYTES for one in texts for a in shared.of(one)]
                 assert shared.num_bytes == sum(counted)
@@ -159,15 +198,15 @@ class TestSharedTexts:
         shared, part = SharedTexts(60_000, 8), SharedText("a")
         rng = random.Random(5)
         text = [rng.randrange(100) for _ in range(2 * MOST_TOKENS)]
-        shared.extend(part, array(text[:500]), 0)
+        shared.extend(part, array(text[:500]))
         shared.forget()
         assert (shared.num_bytes, shared.of("a")) == (0, [])
-        shared.extend(part, array(text[:510]), 500)
+        shared.extend(part, array(text[:510]))
         (automaton,) = shared.of("a")
         rule = DraftRule(9, 1, 9, 9, max_match=8)
         nodes = suffix_automaton.draft([automaton], array(text[:500]), rule)
         assert [node.token for node in nodes] == text[500:509]
-        shared.extend(part, array(text), 510)  # more than all of the memory
+        shared.extend(part, array(text))  # more than all of the memory
         assert shared.num_bytes <= 60_000
 
 
@@ -219,8 +258,9 @@ def test_salts_never_share_texts() -> None:
         assert spec(None) == alone
         stats = llm.engine.stats().draft_texts
         assert stats is not None
-        assert min(stats.own_bytes, stats.shared_bytes) > 0 == stats.corpus_bytes == stats.num_dropped
+        assert stats.shared_bytes > 0 == stats.own_bytes == stats.corpus_bytes == stats.num_dropped
         llm.flush_cache()
+        assert llm.engine.stats().draft_texts == DraftTextStats(0, 0, 0, 0)
         assert spec("mine") == alone
 
 

@@ -8,7 +8,7 @@ cache with, and of a corpus.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,8 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTextStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
-from specmamba.draft.suffix.shared_texts import SharedText, SharedTexts
+from specmamba.draft.drafter import SharedText
+from specmamba.draft.suffix.shared_texts import SharedTexts
 from specmamba.draft.text_drafter import TextDrafter
 from specmamba.kernels import suffix_automaton
 from specmamba.kernels.suffix_automaton import ROOT, DraftRule, Node, SuffixAutomaton, Tokens
@@ -68,23 +69,28 @@ class SuffixDrafter(TextDrafter):
         # without a prefix cache requests share nothing
         max_bytes = 0 if config.disable_radix_cache else rules.shared_mib << 20
         self._shared = SharedTexts(max_bytes, rules.max_match) if max_bytes else None
-        self._keys: dict[int, Hashable] = {}  # by row
-        self._texts: dict[int, _OwnText] = {}  # by row
+        self._next_shared: dict[int, SharedText] = {}  # of requests that begin, by row
+        self._texts: dict[int, _OwnText] = {}  # of requests that run, by row
         self._grown: set[int] = set()  # rows whose newest tokens are in no automaton yet
         self._corpus: list[SuffixAutomaton] = []
         if corpus_tokens is not None:
             self._corpus.append(suffix_automaton.new_automaton(rules.max_match))
             self._corpus[0].extend(ROOT, corpus_tokens.int().numpy())
 
-    def share(self, row: int, key: Hashable) -> None:
-        self._keys[row] = key
+    def share(self, row: int, shared: SharedText) -> None:
+        self._next_shared[row] = shared
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._add_new_tokens()  # the last ones of the row's former request
         super().begin(row, tokens)
-        shared = None if self._shared is None or row not in self._keys else SharedText(self._keys[row])
+        shared = self._next_shared.pop(row, None)
         self._texts[row] = _OwnText(suffix_automaton.new_automaton(self._rule.max_match), shared)
         self._grown.add(row)
+
+    def end(self, row: int) -> None:
+        text = self._texts.pop(row, None)
+        self._grown.discard(row)
+        if text is not None:
+            self._add_to_shared(text, self._known(row))
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         super().advance(rows, decided)
@@ -148,10 +154,13 @@ class SuffixDrafter(TextDrafter):
         for row in sorted(self._grown):
             own, known = self._texts[row], self._known(row)
             own.place = own.automaton.extend(own.place, known[own.num_added :])
-            if self._shared is not None and own.shared is not None:
-                self._shared.extend(own.shared, known, own.num_added)
             own.num_added = len(known)
+            self._add_to_shared(own, known)
         self._grown.clear()
+
+    def _add_to_shared(self, text: _OwnText, known: Tokens) -> None:
+        if self._shared is not None and text.shared is not None:
+            self._shared.extend(text.shared, known)
 
 
 def _fill_levels(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
+from specmamba.draft.drafter import SharedText
 from specmamba.kernels import suffix_automaton
 from specmamba.kernels.suffix_automaton import ROOT, SuffixAutomaton, Tokens
 
@@ -19,20 +21,12 @@ class _Texts:
     """Texts of one key, up to a share of the memory. They are dropped together."""
 
     key: Hashable
+    number: int
     automaton: SuffixAutomaton
 
     @property
     def num_bytes(self) -> int:
         return self.automaton.num_bytes + OWN_BYTES
-
-
-@dataclass
-class SharedText:
-    """One text that grows, and where it stands in the texts of its key."""
-
-    key: Hashable
-    texts: _Texts | None = field(default=None, repr=False)
-    place: int = ROOT
 
 
 class SharedTexts:
@@ -44,6 +38,7 @@ class SharedTexts:
     def __init__(self, max_bytes: int, max_match: int) -> None:
         """Start without texts; ``max_match``: tokens of the longest context."""
         self._max_bytes, self._max_match = max_bytes, max_match
+        self._numbers = count()  # each is used once, so a text notices that its automaton was dropped
         self._of_key: dict[Hashable, list[_Texts]] = {}  # the newest last
         self._by_use: OrderedDict[_Texts, int] = OrderedDict()  # and their bytes, the latest use last
         self.num_bytes = 0
@@ -56,27 +51,27 @@ class SharedTexts:
             self._by_use.move_to_end(texts)
         return [texts.automaton for texts in reversed(found)]
 
-    def extend(self, shared: SharedText, text: Tokens, start: int) -> None:
-        """Add the tokens of a text from ``start`` on; those before it have been added.
+    def extend(self, shared: SharedText, text: Tokens) -> None:
+        """Add the tokens of a text that have not been added.
 
         Args:
             shared: the text's, which is changed.
-            text: [n] int32.
-            start: 0 for a new text.
+            text: [n] int32, all of it.
         """
-        for begin in range(start, len(text), MOST_TOKENS):
-            self._extend(shared, text[: begin + MOST_TOKENS], begin)
+        while shared.num_tokens < len(text):
+            self._extend(shared, text[: shared.num_tokens + MOST_TOKENS])
 
     def forget(self) -> None:
         """Drop all texts."""
         while self._by_use:
             self._drop(next(iter(self._by_use)))
 
-    def _extend(self, shared: SharedText, text: Tokens, start: int) -> None:
-        texts = self._newest(shared.key)
-        if shared.texts is not texts:  # it goes on there, and begins with as much as a context may have
-            shared.texts, shared.place, start = texts, ROOT, max(0, start - self._max_match)
+    def _extend(self, shared: SharedText, text: Tokens) -> None:
+        texts, start = self._newest(shared.key), shared.num_tokens
+        if shared.part != texts.number:  # it goes on there, and begins with as much as a context may have
+            shared.part, shared.place, start = texts.number, ROOT, max(0, start - self._max_match)
         shared.place = texts.automaton.extend(shared.place, text[start:])
+        shared.num_tokens = len(text)
         self.num_bytes += texts.num_bytes - self._by_use[texts]
         self._by_use[texts] = texts.num_bytes
         self._by_use.move_to_end(texts)
@@ -88,7 +83,7 @@ class SharedTexts:
         """Return the automaton of a key that texts are added to."""
         of_key = self._of_key.setdefault(key, [])
         if not of_key or SHARE * of_key[-1].num_bytes >= self._max_bytes:
-            texts = _Texts(key, suffix_automaton.new_automaton(self._max_match))
+            texts = _Texts(key, next(self._numbers), suffix_automaton.new_automaton(self._max_match))
             of_key.append(texts)
             self._by_use[texts] = texts.num_bytes
             self.num_bytes += texts.num_bytes
