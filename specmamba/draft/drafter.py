@@ -47,6 +47,10 @@ class SharedText:
     part: int | None = None  # number of the automaton that has the last of them
     place: int = 0  # of the text there
 
+    def skip_to(self, num_tokens: int) -> None:
+        """Go on as if so many tokens had been added."""
+        self.num_tokens, self.part = num_tokens, None
+
 
 class Drafter(ABC):
     """Proposes draft trees. The text is always the target's, whatever is proposed: bad drafts only cost time.

@@ -40,11 +40,16 @@ def array(tokens: Sequence[int]) -> Tokens:
 
 
 def suffix_drafter(
-    steps: int, topk: int, nodes: int, corpus: Sequence[int] | None = None, **flags: Any
+    steps: int,
+    topk: int,
+    nodes: int,
+    corpus: Sequence[int] | None = None,
+    positions: int = POSITIONS,
+    **flags: Any,
 ) -> SuffixDrafter:
     state = StateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=2)
     shape = CacheShape((KVShape(1, 1, 1),), 1, state=state, dtype=torch.float32)
-    table = RequestTable(ROWS, POSITIONS, KVPool(shape, 4, 1, CPU), CPU)
+    table = RequestTable(ROWS, positions, KVPool(shape, 4, 1, CPU), CPU)
     plan = DraftPlan("suffix", steps, topk, nodes, num_lookahead_slots=nodes)
     config = EngineConfig(speculative_algorithm="suffix", **flags)
     return SuffixDrafter(plan, config, table, None if corpus is None else torch.tensor(corpus))
@@ -151,6 +156,32 @@ class TestDrafter:
         doubt = float(DraftRule(1, 1, 1, 1).doubts[1])
         assert float(offer.logp[0, 0].exp()) == pytest.approx(1.5 / (1.5 + doubt))
 
+    def test_a_long_prompt_is_added_step_by_step(self) -> None:
+        text = [*range(3 * MOST_TOKENS), 5000]
+        drafter, shared = suffix_drafter(2, 4, 4, positions=len(text)), SharedText("a")
+        drafter.share(1, shared)
+        drafter.begin(1, text)
+        batch = batch_of({1: text})
+        for number in range(1, 5):
+            edges = check_tree(drafter.propose(batch), batch, 4)
+            assert edges == ([[(0, 5001), (1, 5002)]] if number > 1 else [[]])
+            assert drafter._texts[1].num_added == shared.num_tokens == min(number * MOST_TOKENS, len(text))
+        assert not drafter._grown
+
+    def test_a_long_text_that_ends_early_shares_its_last_tokens(self) -> None:
+        text, shared = list(range(MOST_TOKENS + 100)), SharedText("a")
+        drafter = suffix_drafter(1, 4, 4, positions=len(text))
+        drafter.share(1, shared)
+        drafter.begin(1, text)
+        drafter.end(1)
+        assert shared.num_tokens == len(text)
+        for token, expected in ((0, []), (text[-2], [(0, text[-1])])):
+            drafter.share(2, SharedText("a"))
+            drafter.begin(2, [token])
+            batch = batch_of({2: [token]})
+            assert check_tree(drafter.propose(batch), batch, 4) == [expected]
+            drafter.end(2)
+
     @pytest.mark.parametrize("flag", ["disable_radix_cache", "speculative_suffix_shared_mib"])
     def test_nothing_is_shared_where_flags_say_so(self, flag: str) -> None:
         drafter = suffix_drafter(3, 4, 4, None, **{flag: flag == "disable_radix_cache"})
@@ -206,8 +237,9 @@ class TestSharedTexts:
         rule = DraftRule(9, 1, 9, 9, max_match=8)
         nodes = suffix_automaton.draft([automaton], array(text[:500]), rule)
         assert [node.token for node in nodes] == text[500:509]
-        shared.extend(part, array(text))  # more than all of the memory
-        assert shared.num_bytes <= 60_000
+        while part.num_tokens < len(text):
+            shared.extend(part, array(text))  # more than all of the memory
+            assert shared.num_bytes <= 60_000
 
 
 VOCABULARY = 48

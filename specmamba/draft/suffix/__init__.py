@@ -21,7 +21,7 @@ from specmamba.core import Batch, DraftTextStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import SharedText
-from specmamba.draft.suffix.shared_texts import SharedTexts
+from specmamba.draft.suffix.shared_texts import MOST_TOKENS, SharedTexts
 from specmamba.draft.text_drafter import TextDrafter
 from specmamba.kernels import suffix_automaton
 from specmamba.kernels.suffix_automaton import ROOT, DraftRule, Node, SuffixAutomaton, Tokens
@@ -40,7 +40,8 @@ class _OwnText:
 class SuffixDrafter(TextDrafter):
     """Grows a tree for each request from the longest contexts that are known, best first.
 
-    Automata are extended when drafts are asked for, so a step without drafts costs nothing.
+    Automata are extended when drafts are asked for, so a step without drafts costs nothing. A step adds at most
+    ``MOST_TOKENS`` of a text to each, so a long prompt is drafted from a few steps later, and delays no one.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SuffixDrafter(TextDrafter):
         self._shared = SharedTexts(max_bytes, rules.max_match) if max_bytes else None
         self._next_shared: dict[int, SharedText] = {}  # of requests that begin, by row
         self._texts: dict[int, _OwnText] = {}  # of requests that run, by row
-        self._grown: set[int] = set()  # rows whose newest tokens are in no automaton yet
+        self._grown: set[int] = set()  # rows of which tokens are in no automaton yet
         self._corpus: list[SuffixAutomaton] = []
         if corpus_tokens is not None:
             self._corpus.append(suffix_automaton.new_automaton(rules.max_match))
@@ -89,17 +90,20 @@ class SuffixDrafter(TextDrafter):
     def end(self, row: int) -> None:
         text = self._texts.pop(row, None)
         self._grown.discard(row)
-        if text is not None:
-            self._add_to_shared(text, self._known(row))
+        if text is not None and text.shared is not None and self._shared is not None:
+            self._shared.end(text.shared, self._known(row))
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         super().advance(rows, decided)
         self._grown.update(rows)
 
     def forget_texts(self) -> None:
-        self._add_new_tokens()
-        if self._shared is not None:
-            self._shared.forget()
+        if self._shared is None:
+            return
+        self._shared.forget()
+        for row, text in self._texts.items():
+            if text.shared is not None:
+                text.shared.skip_to(int(self._lengths[row]))
 
     @property
     def text_stats(self) -> DraftTextStats:
@@ -153,14 +157,15 @@ class SuffixDrafter(TextDrafter):
     def _add_new_tokens(self) -> None:
         for row in sorted(self._grown):
             own, known = self._texts[row], self._known(row)
-            own.place = own.automaton.extend(own.place, known[own.num_added :])
-            own.num_added = len(known)
-            self._add_to_shared(own, known)
-        self._grown.clear()
-
-    def _add_to_shared(self, text: _OwnText, known: Tokens) -> None:
-        if self._shared is not None and text.shared is not None:
-            self._shared.extend(text.shared, known)
+            new = known[own.num_added : own.num_added + MOST_TOKENS]
+            own.place = own.automaton.extend(own.place, new)
+            own.num_added += len(new)
+            added = [own.num_added]
+            if self._shared is not None and own.shared is not None:
+                self._shared.extend(own.shared, known)
+                added.append(own.shared.num_tokens)
+            if min(added) == len(known):
+                self._grown.remove(row)
 
 
 def _fill_levels(

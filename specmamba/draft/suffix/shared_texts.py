@@ -13,7 +13,7 @@ from specmamba.kernels.suffix_automaton import ROOT, SuffixAutomaton, Tokens
 
 SHARE = 4  # of the memory is the most that one automaton gets, so the oldest texts go part by part
 OWN_BYTES = 2048  # of an automaton, besides what it counts
-MOST_TOKENS = 4096  # that are added before memory is looked at
+MOST_TOKENS = 4096  # of a text that are added in one call: all requests wait for it
 
 
 @dataclass(eq=False)
@@ -52,14 +52,21 @@ class SharedTexts:
         return [texts.automaton for texts in reversed(found)]
 
     def extend(self, shared: SharedText, text: Tokens) -> None:
-        """Add the tokens of a text that have not been added.
+        """Add the next tokens of a text, at most ``MOST_TOKENS``.
 
         Args:
             shared: the text's, which is changed.
             text: [n] int32, all of it.
         """
-        while shared.num_tokens < len(text):
+        if shared.num_tokens < len(text):
             self._extend(shared, text[: shared.num_tokens + MOST_TOKENS])
+
+    def end(self, shared: SharedText, text: Tokens) -> None:
+        """Add the last tokens of a text, at most ``MOST_TOKENS``; those that are missing before them are left out."""
+        first = len(text) - MOST_TOKENS
+        if shared.num_tokens < first:
+            shared.skip_to(first)
+        self.extend(shared, text)
 
     def forget(self) -> None:
         """Drop all texts."""
