@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import resource
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specmamba.kernels.native import library
 from specmamba.kernels.suffix_automaton import ROOT, DraftRule, Node, Tokens, native_ops, reference
 
 RULE = DraftRule(max_nodes=8, max_children=4, max_depth=4, max_width=8)
@@ -169,6 +173,24 @@ def test_native_code_makes_the_same_states_and_trees() -> None:
             assert native_ops.draft(forms[1], text, rule) == nodes
             num_nodes += len(nodes)
     assert num_nodes > 5000
+
+
+@pytest.mark.skipif(native_ops.code() is None or sys.platform != "linux", reason="no native code or /proc here")
+def test_memory_that_runs_out_is_an_error() -> None:
+    automaton, before = native_ops.SuffixAutomaton(64), resource.getrlimit(resource.RLIMIT_AS)
+    tokens = np.arange(1 << 23, dtype=np.int32)  # one state and one edge each
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (64 << 20), before[1]))
+    try:
+        with pytest.raises(MemoryError, match="a suffix automaton"):
+            automaton.extend(ROOT, tokens)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    place = automaton.extend(ROOT, array([3, 4, 5, 3]))  # it can still be used
+    assert automaton.extend(place, array([4])) > place
+    assert native_ops.draft([automaton], array([3]), RULE)[0].token == 4
+    too_many = 1 << 36
+    assert library.required(native_ops.code()).suffix_draft(None, too_many, None, 0, None, *[None] * 4) == -1
 
 
 @pytest.mark.skipif(native_ops.code() is None, reason="no native code here")
