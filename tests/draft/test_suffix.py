@@ -18,6 +18,7 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.config import EngineConfig
 from specmamba.core import DraftTextStats, RequestOutput
+from specmamba.draft import suffix
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import SharedText
 from specmamba.draft.suffix import SuffixDrafter
@@ -206,6 +207,12 @@ class TestDrafter:
         batch = batch_of({1: [2]})
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 3), (1, 5), (1, 4)]]
 
+    def test_a_corpus_that_is_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(suffix, "MAX_TOKENS", 3)
+        with pytest.raises(ConfigError, match=r"suffix-corpus: big\.txt has 4 tokens, and 3 can be counted"):
+            suffix_drafter(2, 4, 8, [1, 2, 3, 4], speculative_suffix_corpus="big.txt")
+        suffix_drafter(2, 4, 8, [1, 2, 3])
+
 
 class TestSharedTexts:
     def test_memory_is_bounded_and_the_oldest_texts_go(self) -> None:
@@ -312,11 +319,15 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
         ({"algorithm": "suffix", "tree": "t.json"}, "suffix makes its own drafts"),
         ({"algorithm": "suffix", "draft_model_path": "x"}, "suffix has no use for it"),
         ({"algorithm": "suffix", "suffix_max_match": 1}, "greater than or equal to 2"),
+        ({"algorithm": "suffix", "suffix_shared_mib": 8}, "suffix-shared-mib: .* drop it, or --disable-radix-cache"),
     ],
 )
 def test_flags_that_do_not_fit(flags: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        EngineConfig(**{f"speculative_{name}": value for name, value in flags.items()})
+        EngineConfig(
+            disable_radix_cache="suffix_shared_mib" in flags,
+            **{f"speculative_{name}": value for name, value in flags.items()},
+        )
 
 
 def test_names_of_vllm() -> None:

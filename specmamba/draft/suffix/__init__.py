@@ -23,8 +23,9 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import SharedText
 from specmamba.draft.suffix.shared_texts import MOST_TOKENS, SharedTexts
 from specmamba.draft.text_drafter import TextDrafter
+from specmamba.errors import ConfigError
 from specmamba.kernels import suffix_automaton
-from specmamba.kernels.suffix_automaton import ROOT, DraftRule, Node, SuffixAutomaton, Tokens
+from specmamba.kernels.suffix_automaton import MAX_TOKENS, ROOT, DraftRule, Node, SuffixAutomaton, Tokens
 
 
 @dataclass(eq=False)
@@ -54,6 +55,9 @@ class SuffixDrafter(TextDrafter):
             config: gives the contexts' length, the rules of trees, and the memory of shared texts.
             table: gives the numbers of rows and of positions.
             corpus_tokens: [n] int64, as ``read_corpus`` returns them; None: no corpus.
+
+        Raises:
+            ConfigError: the corpus has more than ``MAX_TOKENS`` tokens.
         """
         super().__init__(plan.max_nodes, plan.topk, table)
         rules = config.suffix_rules
@@ -75,6 +79,11 @@ class SuffixDrafter(TextDrafter):
         self._grown: set[int] = set()  # rows of which tokens are in no automaton yet
         self._corpus: list[SuffixAutomaton] = []
         if corpus_tokens is not None:
+            if len(corpus_tokens) > MAX_TOKENS:
+                raise ConfigError(
+                    f"--speculative-suffix-corpus: {config.speculative_suffix_corpus} has {len(corpus_tokens)} tokens, "
+                    f"and {MAX_TOKENS} can be counted: choose a part of it"
+                )
             self._corpus.append(suffix_automaton.new_automaton(rules.max_match))
             self._corpus[0].extend(ROOT, corpus_tokens.int().numpy())
 

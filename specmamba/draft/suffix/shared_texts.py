@@ -12,6 +12,7 @@ from specmamba.kernels import suffix_automaton
 from specmamba.kernels.suffix_automaton import ROOT, SuffixAutomaton, Tokens
 
 SHARE = 4  # of the memory is the most that one automaton gets, so the oldest texts go part by part
+LARGEST = 16 << 30  # bytes of one automaton at the most: its states have 32-bit numbers
 OWN_BYTES = 2048  # of an automaton, besides what it counts
 MOST_TOKENS = 4096  # of a text that are added in one call: all requests wait for it
 
@@ -89,7 +90,7 @@ class SharedTexts:
     def _newest(self, key: Hashable) -> _Texts:
         """Return the automaton of a key that texts are added to."""
         of_key = self._of_key.setdefault(key, [])
-        if not of_key or SHARE * of_key[-1].num_bytes >= self._max_bytes:
+        if not of_key or of_key[-1].num_bytes >= min(self._max_bytes // SHARE, LARGEST):
             texts = _Texts(key, next(self._numbers), suffix_automaton.new_automaton(self._max_match))
             of_key.append(texts)
             self._by_use[texts] = texts.num_bytes
