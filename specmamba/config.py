@@ -253,6 +253,8 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     if config.draft_corpus is not None and config.skip_tokenizer_init:
         flag = f"--speculative-{config.speculative_algorithm}-corpus"
         return f"{flag}: a text needs the tokenizer: drop it, or --skip-tokenizer-init"
+    if config.disable_radix_cache and config.speculative_suffix_shared_mib:
+        return "--speculative-suffix-shared-mib: texts are shared as prefixes are: drop it, or --disable-radix-cache"
     if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from specmamba.kernels.suffix_automaton import native_ops, reference
-from specmamba.kernels.suffix_automaton.operands import ROOT, DraftRule, Node, Tokens
+from specmamba.kernels.suffix_automaton.operands import MAX_TOKENS, ROOT, DraftRule, Node, Tokens
 
-__all__ = ["ROOT", "DraftRule", "Node", "SuffixAutomaton", "Tokens", "draft", "new_automaton"]
+__all__ = ["MAX_TOKENS", "ROOT", "DraftRule", "Node", "SuffixAutomaton", "Tokens", "draft", "new_automaton"]
 
 
 class SuffixAutomaton(Protocol):
@@ -23,7 +23,10 @@ class SuffixAutomaton(Protocol):
 
 
 def new_automaton(max_match: int) -> SuffixAutomaton:
-    """Make an automaton without texts, of contexts up to ``max_match`` tokens."""
+    """Make an automaton without texts, of contexts up to ``max_match`` tokens. It may get up to ``MAX_TOKENS`` tokens.
+
+    Raises MemoryError, as the native form's ``extend`` does.
+    """
     automaton: SuffixAutomaton = _form().SuffixAutomaton(max_match)
     return automaton
 

@@ -1,6 +1,7 @@
 // Suffix automata and their drafts; README.md describes them, reference.py specifies them.
 #include <algorithm>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "parallel.h"  // every library exports what it includes
@@ -38,10 +39,10 @@ class Automaton {
     for (int64_t i = 0; i < count; ++i) {
       place = shortened(place);
       for (int32_t s = place; s != kRoot; s = states_[s].link) states_[s].newest = tokens[i];
-      place = shortened(step(place, tokens[i]));
+      place = step(place, tokens[i]);  // not shortened: the edge to a longer state needs its count
       for (int32_t s = place; s != kRoot; s = states_[s].link) ++states_[s].count;
     }
-    return place;
+    return shortened(place);
   }
 
   Match follow(Match match, int32_t token) const {
@@ -264,7 +265,7 @@ class Draft {
         const Edge& edge = level.automaton->edge(e);
         const double count = level.automaton->state(edge.target).count;
         const double number = edge.token == state.newest ? count + rule_.newest : count;
-        share_of(edge.token).mass += rest * (number / total);
+        if (number > 0.0) share_of(edge.token).mass += rest * (number / total);
       }
       rest *= doubt / total;
       if (rest < kLeastRest) break;
@@ -301,20 +302,35 @@ class Draft {
 
 extern "C" {
 
-void* suffix_new(int64_t max_match) { return new Automaton(static_cast<int32_t>(max_match)); }
+// No exception may leave a function that Python calls. Those that allocate return null or -1 where memory runs out.
+void* suffix_new(int64_t max_match) {
+  try {
+    return new Automaton(static_cast<int32_t>(max_match));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 
 void suffix_free(void* automaton) { delete static_cast<Automaton*>(automaton); }
 
 int64_t suffix_extend(void* automaton, int64_t place, const int32_t* tokens, int64_t count) {
-  return static_cast<Automaton*>(automaton)->extend(static_cast<int32_t>(place), tokens, count);
+  try {
+    return static_cast<Automaton*>(automaton)->extend(static_cast<int32_t>(place), tokens, count);
+  } catch (const std::bad_alloc&) {  // the automaton can still be read and extended, but misses a token
+    return -1;
+  }
 }
 
 int64_t suffix_num_bytes(const void* automaton) { return static_cast<const Automaton*>(automaton)->num_bytes(); }
 
 int64_t suffix_draft(const void* const* automata, int64_t count, const int32_t* text, int64_t size, const Rule* rule,
                      int64_t* tokens, int64_t* parents, int64_t* depths, double* probabilities) {
-  Draft draft(reinterpret_cast<const Automaton* const*>(automata), count, *rule);
-  return draft.grow(text, size, tokens, parents, depths, probabilities);
+  try {
+    Draft draft(reinterpret_cast<const Automaton* const*>(automata), count, *rule);
+    return draft.grow(text, size, tokens, parents, depths, probabilities);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
 }
 
 }  // extern "C"

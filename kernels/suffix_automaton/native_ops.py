@@ -32,7 +32,7 @@ class SuffixAutomaton:
     def __init__(self, max_match: int) -> None:
         self.max_match = max_match
         functions: Any = library.required(code())
-        self.handle: int = functions.suffix_new(max_match)
+        self.handle: int = _made(functions.suffix_new(max_match))
         weakref.finalize(self, functions.suffix_free.unrecorded, self.handle)
 
     @property
@@ -41,9 +41,9 @@ class SuffixAutomaton:
         return int(library.required(code()).suffix_num_bytes(self.handle))
 
     def extend(self, place: int, tokens: Tokens) -> int:
-        """One call."""
+        """One call. Raises MemoryError; the place is then still that of the last call."""
         require(tokens.dtype == np.int32 and tokens.flags.c_contiguous, "a text is int32, side by side")
-        return int(library.required(code()).suffix_extend(self.handle, place, tokens.ctypes.data, len(tokens)))
+        return _made(library.required(code()).suffix_extend(self.handle, place, tokens.ctypes.data, len(tokens)))
 
 
 def draft(automata: Sequence[SuffixAutomaton], text: Tokens, rule: DraftRule) -> list[Node]:
@@ -56,8 +56,15 @@ def draft(automata: Sequence[SuffixAutomaton], text: Tokens, rule: DraftRule) ->
     outputs = *(row.ctypes.data for row in numbers), shares.ctypes.data
     of_text = last.ctypes.data, len(last)
     of_rule = marshalled(rule, _marshal_rule)
-    count = library.required(code()).suffix_draft(handles, len(automata), *of_text, of_rule, *outputs)
+    count = _made(library.required(code()).suffix_draft(handles, len(automata), *of_text, of_rule, *outputs))
     return [Node(*node) for node in zip(*numbers[:, :count].tolist(), shares[:count].tolist(), strict=True)]
+
+
+def _made(result: int | None) -> int:
+    """The result of a call that allocates. Raises MemoryError where memory ran out."""
+    if result is None or result < 0:
+        raise MemoryError("a suffix automaton: unable to allocate memory for its texts")
+    return result
 
 
 def _marshal_rule(rule: DraftRule) -> Any:

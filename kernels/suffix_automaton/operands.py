@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 ROOT = 0  # the place where a text begins
 MAX_EDGES = 64  # continuations of a context that are looked at, those that were seen first
 MAX_LEVELS = 4  # contexts of one automaton that are blended
+MAX_TOKENS = 1 << 29  # of an automaton: its states, at most two per token, and its edges, three, have 32-bit numbers
 LEAST_REST = 0.01  # of probability, for which no shorter context is looked at
 
 Tokens = NDArray[np.int32]

@@ -61,10 +61,10 @@ class SuffixAutomaton:
             place = self._shortened(place)
             for state in self._contexts(place):
                 self._newest[state] = token
-            place = self._shortened(self._step(place, token))
+            place = self._step(place, token)  # not shortened: the edge to a longer state needs its count
             for state in self._contexts(place):
                 self._count[state] += 1
-        return place
+        return self._shortened(place)
 
     def match(self, tokens: Sequence[int]) -> Match:
         """Find the longest end of a text that is known."""
@@ -209,7 +209,8 @@ def _best_tokens(levels: Sequence[Level], rule: DraftRule) -> list[tuple[int, fl
         total = sum(count for _, count in known) + rule.newest + doubt
         for token, count in known:
             number = count + rule.newest if token == newest else count
-            mass[token] = mass.get(token, 0.0) + rest * (number / total)
+            if number > 0:
+                mass[token] = mass.get(token, 0.0) + rest * (number / total)
         rest *= doubt / total
         if rest < LEAST_REST:
             break

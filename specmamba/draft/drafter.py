@@ -35,6 +35,23 @@ class HostPendingTokens:
         return PendingTokens(max(self.counts), counts, self.is_deferred, kept)
 
 
+@dataclass
+class SharedText:
+    """A request's text, as far as other requests may draft from it; the drafter fills it in.
+
+    It goes on where a preempted request comes back, so its text is counted once.
+    """
+
+    key: Hashable  # of the requests that may: texts of different keys are kept apart
+    num_tokens: int = 0  # of the text that have been added
+    part: int | None = None  # number of the automaton that has the last of them
+    place: int = 0  # of the text there
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Go on as if so many tokens had been added."""
+        self.num_tokens, self.part = num_tokens, None
+
+
 class Drafter(ABC):
     """Proposes draft trees. The text is always the target's, whatever is proposed: bad drafts only cost time.
 
@@ -93,8 +110,8 @@ class Drafter(ABC):
         """Whether the drafter must run now for each row, because it cannot defer the row's tokens any longer."""
         return [False] * len(rows)
 
-    def share(self, row: int, key: Hashable) -> None:  # noqa: B027 - a drafter without texts does nothing
-        """Say, before ``begin``, with which other requests the next one of this row may share its text: of this key."""
+    def share(self, row: int, shared: SharedText) -> None:  # noqa: B027 - a drafter without texts does nothing
+        """Say, before ``begin``, which text the next request of this row shares with others."""
 
     def forget_texts(self) -> None:  # noqa: B027
         """Drop what is known from the texts of other requests."""
@@ -106,6 +123,9 @@ class Drafter(ABC):
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """Start a request (or start it over) in this row; ``tokens`` are all its known tokens, root included."""
+
+    def end(self, row: int) -> None:  # noqa: B027
+        """Free what is kept for this row alone: its request ends, or is preempted. A row without one is ignored."""
 
     def resume(self, row: int, features: Tensor, position: int) -> None:  # noqa: B027
         """Continue a started request whose first ``position`` tokens are cached, with ``features`` [F] at their end."""

@@ -297,6 +297,7 @@ class Engine:
         """Remove a request and free its memory; unknown and finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self.runner.dismiss(request)
             self.scheduler.release(request)
             if request.follower is not None:
                 request.follower.close()
@@ -362,6 +363,7 @@ class Engine:
     def preempt(self, request: Request) -> None:
         """Free all memory of a running request; its state goes to the prefix cache, and it waits again."""
         self._leave([request])
+        self.runner.dismiss(request)
         self.scheduler.preempt(request)
 
     def _extend(self, runs: list[PrefillRun]) -> list[OutputDelta]:

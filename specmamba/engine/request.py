@@ -14,6 +14,7 @@ from torch import Tensor
 from specmamba.cache.prefix.node import Node
 from specmamba.cache.tiers.prefix_tiers import TierWish
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
+from specmamba.draft.drafter import SharedText
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarFollower
@@ -123,6 +124,7 @@ class Request:
     owner: Owner = ANYONE
     output: list[int] = field(default_factory=list)
     spec: SpecStats = field(default_factory=SpecStats)
+    shared_text: SharedText = field(init=False)  # from which other requests may draft
     row: int | None = None
     slot: int | None = None
     node: Node | None = None  # its path in the prefix cache, locked
@@ -146,6 +148,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_array = np.array(self.prompt, dtype=np.int64)
+        self.shared_text = SharedText((self.owner.tenant, self.extra_key))
 
     @property
     def must_read_prompt(self) -> bool:

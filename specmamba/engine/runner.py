@@ -70,11 +70,16 @@ class Runner:
 
     def admit(self, request: Request) -> None:
         """Prepare the drafter for a request in its new row; its first ``num_run`` tokens are cached."""
-        self.drafter.share(request.held_row, (request.owner.tenant, request.extra_key))
+        self.drafter.share(request.held_row, request.shared_text)
         self.drafter.begin(request.held_row, request.known_tokens(0, request.num_tokens))
         if request.num_run:
             features = self.pools.states.features[0, request.held_slot]
             self.drafter.resume(request.held_row, features, request.num_run)
+
+    def dismiss(self, request: Request) -> None:
+        """Free what the drafter keeps for a request that is about to lose its row; it may have none."""
+        if request.row is not None:
+            self.drafter.end(request.row)
 
     def start_verifying(self, request: Request) -> None:
         """Make the state of a request, whose known tokens but the last have been run, a checkpoint to verify from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.config import EngineConfig
-from specmamba.core import RequestOutput
+from specmamba.core import DraftTextStats, RequestOutput
+from specmamba.draft import suffix
 from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.drafter import SharedText
 from specmamba.draft.suffix import SuffixDrafter
-from specmamba.draft.suffix.shared_texts import MOST_TOKENS, OWN_BYTES, SharedText, SharedTexts
+from specmamba.draft.suffix.shared_texts import MOST_TOKENS, OWN_BYTES, SharedTexts
 from specmamba.errors import ConfigError
 from specmamba.flags.other_names import translated
 from specmamba.kernels import suffix_automaton
@@ -38,11 +41,16 @@ def array(tokens: Sequence[int]) -> Tokens:
 
 
 def suffix_drafter(
-    steps: int, topk: int, nodes: int, corpus: Sequence[int] | None = None, **flags: Any
+    steps: int,
+    topk: int,
+    nodes: int,
+    corpus: Sequence[int] | None = None,
+    positions: int = POSITIONS,
+    **flags: Any,
 ) -> SuffixDrafter:
     state = StateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=2)
     shape = CacheShape((KVShape(1, 1, 1),), 1, state=state, dtype=torch.float32)
-    table = RequestTable(ROWS, POSITIONS, KVPool(shape, 4, 1, CPU), CPU)
+    table = RequestTable(ROWS, positions, KVPool(shape, 4, 1, CPU), CPU)
     plan = DraftPlan("suffix", steps, topk, nodes, num_lookahead_slots=nodes)
     config = EngineConfig(speculative_algorithm="suffix", **flags)
     return SuffixDrafter(plan, config, table, None if corpus is None else torch.tensor(corpus))
@@ -101,31 +109,109 @@ class TestDrafter:
         drafter = suffix_drafter(3, 4, 4)
         text = [5, 6, 7, 8]
         for row, key in ((1, "a"), (2, "a"), (3, "b")):
-            drafter.share(row, key)
+            drafter.share(row, SharedText(key))
             drafter.begin(row, text if row == 1 else [5, 6])
         drafter.begin(4, [5, 6])  # of no key
         batch = batch_of({row: [5, 6] for row in (2, 3, 4)})
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 7), (1, 8)], [], []]
-        drafter.share(1, "b")
+        drafter.end(1)
+        drafter.share(1, SharedText("b"))
         drafter.begin(1, [1])  # the text of the row's former request stays known under its own key
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 7), (1, 8)], [], []]
         drafter.forget_texts()
         assert check_tree(drafter.propose(batch), batch, 4) == [[], [], []]
 
+    def test_the_memory_of_a_text_goes_when_its_request_ends(self) -> None:
+        drafter = suffix_drafter(3, 4, 4)
+        first = SharedText("a")
+        drafter.share(1, first)
+        drafter.begin(1, [5, 6, 7])
+        drafter.propose(batch_of({1: [5, 6, 7]}))
+        assert drafter.text_stats.own_bytes > 0
+        drafter.advance((1,), [[8, 9]])
+        drafter.end(1)
+        drafter.end(1)  # nothing more to free
+        assert drafter.text_stats.own_bytes == 0 < drafter.text_stats.shared_bytes
+        assert drafter._shared is not None
+        (automaton,) = drafter._shared.of("a")
+        kept = weakref.ref(automaton)
+        del automaton
+        drafter.share(2, SharedText("a"))
+        drafter.begin(2, [5])
+        batch = batch_of({2: [5]})
+        assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 6), (1, 7), (2, 8)]]  # its last tokens too
+        drafter.forget_texts()
+        assert kept() is None
+        assert first.num_tokens == 5
+
+    def test_the_text_of_a_preempted_request_counts_once(self) -> None:
+        drafter, text = suffix_drafter(1, 4, 4), SharedText("a")
+        for known in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
+            drafter.share(1, text)
+            drafter.begin(1, known[:-1])
+            drafter.advance((1,), [known[-1:]])
+            drafter.end(1)
+        drafter.share(2, SharedText("a"))
+        drafter.begin(2, [1])
+        offer = drafter.offer(batch_of({2: [1]}), 1)
+        doubt = float(DraftRule(1, 1, 1, 1).doubts[1])
+        assert float(offer.logp[0, 0].exp()) == pytest.approx(1.5 / (1.5 + doubt))
+
+    def test_a_long_prompt_is_added_step_by_step(self) -> None:
+        text = [*range(3 * MOST_TOKENS), 5000]
+        drafter, shared = suffix_drafter(2, 4, 4, positions=len(text)), SharedText("a")
+        drafter.share(1, shared)
+        drafter.begin(1, text)
+        batch = batch_of({1: text})
+        for number in range(1, 5):
+            edges = check_tree(drafter.propose(batch), batch, 4)
+            assert edges == ([[(0, 5001), (1, 5002)]] if number > 1 else [[]])
+            assert drafter._texts[1].num_added == shared.num_tokens == min(number * MOST_TOKENS, len(text))
+        assert not drafter._grown
+
+    def test_a_long_text_that_ends_early_shares_its_last_tokens(self) -> None:
+        text, shared = list(range(MOST_TOKENS + 100)), SharedText("a")
+        drafter = suffix_drafter(1, 4, 4, positions=len(text))
+        drafter.share(1, shared)
+        drafter.begin(1, text)
+        drafter.end(1)
+        assert shared.num_tokens == len(text)
+        for token, expected in ((0, []), (text[-2], [(0, text[-1])])):
+            drafter.share(2, SharedText("a"))
+            drafter.begin(2, [token])
+            batch = batch_of({2: [token]})
+            assert check_tree(drafter.propose(batch), batch, 4) == [expected]
+            drafter.end(2)
+
     @pytest.mark.parametrize("flag", ["disable_radix_cache", "speculative_suffix_shared_mib"])
     def test_nothing_is_shared_where_flags_say_so(self, flag: str) -> None:
         drafter = suffix_drafter(3, 4, 4, None, **{flag: flag == "disable_radix_cache"})
         for row, text in ((1, [5, 6, 7, 8]), (2, [5, 6])):
-            drafter.share(row, "a")
+            drafter.share(row, SharedText("a"))
             drafter.begin(row, text)
         batch = batch_of({2: [5, 6]})
         assert check_tree(drafter.propose(batch), batch, 4) == [[]]
+
+    def test_candidates_behind_the_longest_context_have_a_probability(self) -> None:
+        common = list(range(10, 33))
+        text = [2, *common, 9, *[3, *common, 8] * 10, 3, *common, 9, 3, *common, 8, 3, *common]
+        drafter = suffix_drafter(2, 4, 8, speculative_suffix_max_match=24)
+        drafter.begin(1, text)
+        offer = drafter.offer(batch_of({1: text}), 2)  # shorter contexts have no part in it
+        shares = dict(zip(offer.tokens[0, :2].tolist(), offer.logp[0, :2].exp().tolist(), strict=True))
+        assert shares == pytest.approx({8: 11.5 / 12.6, 9: 1 / 12.6}, abs=0.01)
 
     def test_the_corpus(self) -> None:
         drafter = suffix_drafter(2, 4, 8, corpus=[1, 2, 3, 4, 9, 2, 3, 5])
         drafter.begin(1, [2])
         batch = batch_of({1: [2]})
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 3), (1, 5), (1, 4)]]
+
+    def test_a_corpus_that_is_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(suffix, "MAX_TOKENS", 3)
+        with pytest.raises(ConfigError, match=r"suffix-corpus: big\.txt has 4 tokens, and 3 can be counted"):
+            suffix_drafter(2, 4, 8, [1, 2, 3, 4], speculative_suffix_corpus="big.txt")
+        suffix_drafter(2, 4, 8, [1, 2, 3])
 
 
 class TestSharedTexts:
@@ -136,7 +222,7 @@ class TestSharedTexts:
         parts = {key: SharedText(key) for key in texts}
         for key, text in texts.items():
             for end in range(500, 3001, 500):
-                shared.extend(parts[key], array(text[:end]), end - 500)
+                shared.extend(parts[key], array(text[:end]))
                 assert shared.num_bytes <= most
                 counted = [a.num_bytes + OWN_BYTES for one in texts for a in shared.of(one)]
                 assert shared.num_bytes == sum(counted)
@@ -150,16 +236,17 @@ class TestSharedTexts:
         shared, part = SharedTexts(60_000, 8), SharedText("a")
         rng = random.Random(5)
         text = [rng.randrange(100) for _ in range(2 * MOST_TOKENS)]
-        shared.extend(part, array(text[:500]), 0)
+        shared.extend(part, array(text[:500]))
         shared.forget()
         assert (shared.num_bytes, shared.of("a")) == (0, [])
-        shared.extend(part, array(text[:510]), 500)
+        shared.extend(part, array(text[:510]))
         (automaton,) = shared.of("a")
         rule = DraftRule(9, 1, 9, 9, max_match=8)
         nodes = suffix_automaton.draft([automaton], array(text[:500]), rule)
         assert [node.token for node in nodes] == text[500:509]
-        shared.extend(part, array(text), 510)  # more than all of the memory
-        assert shared.num_bytes <= 60_000
+        while part.num_tokens < len(text):
+            shared.extend(part, array(text))  # more than all of the memory
+            assert shared.num_bytes <= 60_000
 
 
 VOCABULARY = 48
@@ -210,8 +297,9 @@ def test_salts_never_share_texts() -> None:
         assert spec(None) == alone
         stats = llm.engine.stats().draft_texts
         assert stats is not None
-        assert min(stats.own_bytes, stats.shared_bytes) > 0 == stats.corpus_bytes == stats.num_dropped
+        assert stats.shared_bytes > 0 == stats.own_bytes == stats.corpus_bytes == stats.num_dropped
         llm.flush_cache()
+        assert llm.engine.stats().draft_texts == DraftTextStats(0, 0, 0, 0)
         assert spec("mine") == alone
 
 
@@ -231,11 +319,15 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
         ({"algorithm": "suffix", "tree": "t.json"}, "suffix makes its own drafts"),
         ({"algorithm": "suffix", "draft_model_path": "x"}, "suffix has no use for it"),
         ({"algorithm": "suffix", "suffix_max_match": 1}, "greater than or equal to 2"),
+        ({"algorithm": "suffix", "suffix_shared_mib": 8}, "suffix-shared-mib: .* drop it, or --disable-radix-cache"),
     ],
 )
 def test_flags_that_do_not_fit(flags: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        EngineConfig(**{f"speculative_{name}": value for name, value in flags.items()})
+        EngineConfig(
+            disable_radix_cache="suffix_shared_mib" in flags,
+            **{f"speculative_{name}": value for name, value in flags.items()},
+        )
 
 
 def test_names_of_vllm() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import resource
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specmamba.kernels.native import library
 from specmamba.kernels.suffix_automaton import ROOT, DraftRule, Node, Tokens, native_ops, reference
 
 RULE = DraftRule(max_nodes=8, max_children=4, max_depth=4, max_width=8)
@@ -53,11 +57,14 @@ class TestAutomaton:
                 text.append(token)
             places[number] = automaton.extend(places[number], array(added))
         counts = Counter(string for text in texts for string in substrings(text, max_match))
+        longer = Counter(string for text in texts for string in substrings(text, max_match + 1))
         for string, count in counts.items():
             state, length = automaton.match(string)
             assert length == len(string)
             assert automaton._count[state] == count
             assert automaton._newest[state] == newest.get(string, reference.NO_TOKEN)
+            following, _ = automaton.continuations(state)
+            assert dict(following) == {token: longer[*string, token] for token in range(4) if longer[*string, token]}
         for string in (*counts, ()):  # and nothing else is known
             for token in range(5):
                 longest = automaton.match((*string, token))[1]
@@ -104,6 +111,20 @@ class TestDraft:
         assert [node.token for node in reference.draft([own, other], array([5, 7]), rule)][:2] == [2, 1]
         own, other = automaton_of([7, 2, 3, 4, 5, 6, 7]), automaton_of([3, 4, 5, 6, 7, 1])
         assert [node.token for node in reference.draft([own, other], array([3, 4, 5, 6, 7]), rule)][:2] == [1, 2]
+
+    def test_a_token_behind_the_longest_context_is_counted(self) -> None:
+        """Where the context without its first token has been followed by the same token elsewhere."""
+        texts = [[2, 1, 9], *[[3, 1, 8]] * 10, [3, 1, 9], [3, 1, 8]]
+        automaton = automaton_of(*texts, max_match=2)
+        assert min(automaton._count[1:]) == 1
+        rule = replace(RULE, max_match=2, max_depth=1)
+        nodes = reference.draft([automaton], array([3, 1]), rule)
+        deep, flat = float(rule.doubts[2]), float(rule.doubts[1])
+        of_1 = {8: 11.5 / (13.5 + flat), 9: 2 / (13.5 + flat)}
+        expected = {8: (11.5 + deep * of_1[8]) / (12.5 + deep), 9: (1 + deep * of_1[9]) / (12.5 + deep)}
+        assert {node.token: node.probability for node in nodes} == pytest.approx(expected)
+        automaton._count = [0] * len(automaton._count)  # nothing that was never seen is drafted
+        assert [node.token for node in reference.draft([automaton], array([3, 1]), rule)] == [8]
 
     def test_the_depth_follows_the_match(self) -> None:
         text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
@@ -152,6 +173,24 @@ def test_native_code_makes_the_same_states_and_trees() -> None:
             assert native_ops.draft(forms[1], text, rule) == nodes
             num_nodes += len(nodes)
     assert num_nodes > 5000
+
+
+@pytest.mark.skipif(native_ops.code() is None or sys.platform != "linux", reason="no native code or /proc here")
+def test_memory_that_runs_out_is_an_error() -> None:
+    automaton, before = native_ops.SuffixAutomaton(64), resource.getrlimit(resource.RLIMIT_AS)
+    tokens = np.arange(1 << 23, dtype=np.int32)  # one state and one edge each
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (64 << 20), before[1]))
+    try:
+        with pytest.raises(MemoryError, match="a suffix automaton"):
+            automaton.extend(ROOT, tokens)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    place = automaton.extend(ROOT, array([3, 4, 5, 3]))  # it can still be used
+    assert automaton.extend(place, array([4])) > place
+    assert native_ops.draft([automaton], array([3]), RULE)[0].token == 4
+    too_many = 1 << 36
+    assert library.required(native_ops.code()).suffix_draft(None, too_many, None, 0, None, *[None] * 4) == -1
 
 
 @pytest.mark.skipif(native_ops.code() is None, reason="no native code here")

@@ -8,7 +8,7 @@ cache with, and of a corpus.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +20,12 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTextStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
-from specmamba.draft.suffix.shared_texts import SharedText, SharedTexts
+from specmamba.draft.drafter import SharedText
+from specmamba.draft.suffix.shared_texts import MOST_TOKENS, SharedTexts
 from specmamba.draft.text_drafter import TextDrafter
+from specmamba.errors import ConfigError
 from specmamba.kernels import suffix_automaton
-from specmamba.kernels.suffix_automaton import ROOT, DraftRule, Node, SuffixAutomaton, Tokens
+from specmamba.kernels.suffix_automaton import MAX_TOKENS, ROOT, DraftRule, Node, SuffixAutomaton, Tokens
 
 
 @dataclass(eq=False)
@@ -39,7 +41,8 @@ class _OwnText:
 class SuffixDrafter(TextDrafter):
     """Grows a tree for each request from the longest contexts that are known, best first.
 
-    Automata are extended when drafts are asked for, so a step without drafts costs nothing.
+    Automata are extended when drafts are asked for, so a step without drafts costs nothing. A step adds at most
+    ``MOST_TOKENS`` of a text to each, so a long prompt is drafted from a few steps later, and delays no one.
     """
 
     def __init__(
@@ -52,6 +55,9 @@ class SuffixDrafter(TextDrafter):
             config: gives the contexts' length, the rules of trees, and the memory of shared texts.
             table: gives the numbers of rows and of positions.
             corpus_tokens: [n] int64, as ``read_corpus`` returns them; None: no corpus.
+
+        Raises:
+            ConfigError: the corpus has more than ``MAX_TOKENS`` tokens.
         """
         super().__init__(plan.max_nodes, plan.topk, table)
         rules = config.suffix_rules
@@ -68,32 +74,45 @@ class SuffixDrafter(TextDrafter):
         # without a prefix cache requests share nothing
         max_bytes = 0 if config.disable_radix_cache else rules.shared_mib << 20
         self._shared = SharedTexts(max_bytes, rules.max_match) if max_bytes else None
-        self._keys: dict[int, Hashable] = {}  # by row
-        self._texts: dict[int, _OwnText] = {}  # by row
-        self._grown: set[int] = set()  # rows whose newest tokens are in no automaton yet
+        self._next_shared: dict[int, SharedText] = {}  # of requests that begin, by row
+        self._texts: dict[int, _OwnText] = {}  # of requests that run, by row
+        self._grown: set[int] = set()  # rows of which tokens are in no automaton yet
         self._corpus: list[SuffixAutomaton] = []
         if corpus_tokens is not None:
+            if len(corpus_tokens) > MAX_TOKENS:
+                raise ConfigError(
+                    f"--speculative-suffix-corpus: {config.speculative_suffix_corpus} has {len(corpus_tokens)} tokens, "
+                    f"and {MAX_TOKENS} can be counted: choose a part of it"
+                )
             self._corpus.append(suffix_automaton.new_automaton(rules.max_match))
             self._corpus[0].extend(ROOT, corpus_tokens.int().numpy())
 
-    def share(self, row: int, key: Hashable) -> None:
-        self._keys[row] = key
+    def share(self, row: int, shared: SharedText) -> None:
+        self._next_shared[row] = shared
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._add_new_tokens()  # the last ones of the row's former request
         super().begin(row, tokens)
-        shared = None if self._shared is None or row not in self._keys else SharedText(self._keys[row])
+        shared = self._next_shared.pop(row, None)
         self._texts[row] = _OwnText(suffix_automaton.new_automaton(self._rule.max_match), shared)
         self._grown.add(row)
+
+    def end(self, row: int) -> None:
+        text = self._texts.pop(row, None)
+        self._grown.discard(row)
+        if text is not None and text.shared is not None and self._shared is not None:
+            self._shared.end(text.shared, self._known(row))
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         super().advance(rows, decided)
         self._grown.update(rows)
 
     def forget_texts(self) -> None:
-        self._add_new_tokens()
-        if self._shared is not None:
-            self._shared.forget()
+        if self._shared is None:
+            return
+        self._shared.forget()
+        for row, text in self._texts.items():
+            if text.shared is not None:
+                text.shared.skip_to(int(self._lengths[row]))
 
     @property
     def text_stats(self) -> DraftTextStats:
@@ -147,11 +166,15 @@ class SuffixDrafter(TextDrafter):
     def _add_new_tokens(self) -> None:
         for row in sorted(self._grown):
             own, known = self._texts[row], self._known(row)
-            own.place = own.automaton.extend(own.place, known[own.num_added :])
+            new = known[own.num_added : own.num_added + MOST_TOKENS]
+            own.place = own.automaton.extend(own.place, new)
+            own.num_added += len(new)
+            added = [own.num_added]
             if self._shared is not None and own.shared is not None:
-                self._shared.extend(own.shared, known, own.num_added)
-            own.num_added = len(known)
-        self._grown.clear()
+                self._shared.extend(own.shared, known)
+                added.append(own.shared.num_tokens)
+            if min(added) == len(known):
+                self._grown.remove(row)
 
 
 def _fill_levels(
