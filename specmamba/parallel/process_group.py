@@ -27,7 +27,7 @@ class ProcessRanks(Ranks):
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store_file: str | None) -> None:
-        """Join the group; waits for all ranks.
+        """Join the group; waits until all ranks are connected.
 
         Args:
             rank, size: as for ``Ranks``.
@@ -41,8 +41,11 @@ class ProcessRanks(Ranks):
         try:
             store = None if store_file is None else FileStore(store_file, size)
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=TIMEOUT)
+            own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
+            dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=TIMEOUT, device_id=own)
+            self.smallest(0)  # initialization ends on one rank while others still connect
         except (RuntimeError, ValueError) as error:
+            self.abort()
             line = str(error).splitlines()[0]
             raise ConfigError(f"--tp-size {size}: rank {rank} cannot reach the others: {line}") from error
 
@@ -83,3 +86,8 @@ class ProcessRanks(Ranks):
         """As ``Ranks.close``."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """As ``Ranks.abort``."""
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()

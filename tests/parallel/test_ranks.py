@@ -24,7 +24,9 @@ from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import connect
 from specmamba.sampling_params import GrammarSpec
 from tests.fake_engine import wait_until
+from tests.parallel.jobs import prompts
 from tests.server.test_server_process import process
+from tests.tiny import write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["def main():", "class Stack:\n    def"]
@@ -152,6 +154,24 @@ def test_two_ranks_of_one_model() -> None:
         with pytest.raises((EngineFailedError, EngineStoppedError)):
             llm.generate(PROMPTS[0], GREEDY)
     assert is_gone(child)
+
+
+@pytest.mark.slow
+def test_three_ranks_draft_from_texts(tmp_path: Path) -> None:
+    """They find each other however late the last one is; a text that comes again is drafted, and accepted as often."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    folder = write_tiny_checkpoint(tmp_path / "tiny", 0, **heads)
+    flags = EngineFlags(
+        model=str(folder), dtype="float32", num_threads=1, context_length=128, max_total_tokens=512,
+        max_mamba_cache_size=16, skip_tokenizer_init=True, speculative_algorithm="suffix", speculative_adaptive="off",
+    )  # fmt: skip
+    greedy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    found = []
+    for size in (1, 3):
+        with LLM(**flags | EngineFlags(tp_size=size)) as llm:
+            found.append([(o.token_ids, o.spec) for _ in range(2) for o in llm.generate(prompts(60, (12, 9)), greedy)])
+    assert found[0] == found[1]
+    assert all(spec is not None and spec.num_accepted_tokens > 8 for _, spec in found[1][2:])
 
 
 @pytest.mark.slow

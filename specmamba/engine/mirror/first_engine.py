@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,6 +18,8 @@ from specmamba.grammar import CompiledGrammar
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.ranks import Ranks
 from specmamba.sampling_params import SamplingParams
+
+logger = logging.getLogger("specmamba")
 
 
 class FirstEngine(Engine):
@@ -123,10 +126,11 @@ class FirstEngine(Engine):
         """As ``Engine.close``; the other ranks end too."""
         super().close()
         self._links.close()
-        if self._links.lost is None:
-            self.ranks.close()
-        if self._children is not None:
-            self._children.close()
+        try:
+            leave(self.ranks, self._links)
+        finally:
+            if self._children is not None:
+                self._children.close()
 
     def _ready(self, is_idle: bool) -> list[Request]:
         ready = super()._ready(is_idle)
@@ -141,3 +145,14 @@ class FirstEngine(Engine):
     @staticmethod
     def _errors(requests: Sequence[Request]) -> dict[str, Any]:
         return {"errors": {r.request_id: str(r.grammar_error) for r in requests if r.grammar_error is not None}}
+
+
+def leave(ranks: Ranks, links: RankLinks) -> None:
+    """End the exchanges of this rank, so that this process can join others again."""
+    if links.lost is None:
+        ranks.close()
+        return
+    try:
+        ranks.abort()
+    except RuntimeError as error:  # of an exchange with a rank that is gone, which is reported already
+        logger.debug("the exchanges do not end well: %s", error)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,10 @@ END_TIMEOUT_S = 5.0
 
 
 class RankChildren:
-    """Ranks 1 to N - 1. They end when their connection with this process does; signals of a terminal pass them by."""
+    """Ranks 1 to N - 1. They end when their connection with this process does; signals of a terminal pass them by.
+
+    ``store_file``, in which all ranks find each other, is there until ``close``: threads of NCCL read it at any time.
+    """
 
     def __init__(self, config: EngineConfig, name: str) -> None:
         """Start them; ``config``: of all ranks, ``name``: under which rank 0 listens."""
@@ -25,6 +29,8 @@ class RankChildren:
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         flags = config.model_dump(mode="json", include=set(EngineConfig.model_fields))
         environment = {**os.environ, "PYTHONPATH": path}
+        self._folder = tempfile.TemporaryDirectory(prefix="specmamba-ranks-")
+        self.store_file = str(Path(self._folder.name, "store"))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, config.tp_size):
             process = subprocess.Popen(
@@ -56,3 +62,4 @@ class RankChildren:
                 process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.wait()
+        self._folder.cleanup()
