@@ -12,11 +12,13 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn import functional as F
 
 from specmamba.errors import ConfigError
+from specmamba.parallel.control import JOIN_TIMEOUT_S
 from specmamba.parallel.ranks import Ranks
 
 # A rank that ends closes its connections, and one that stops is found by its missing beats (``control.py``); so this
 # only ends an exchange that nothing else ends.
 TIMEOUT = timedelta(minutes=30)
+JOIN_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
 
 
 class ProcessRanks(Ranks):
@@ -40,10 +42,15 @@ class ProcessRanks(Ranks):
         self._device = device
         try:
             store = None if store_file is None else FileStore(store_file, size)
+            if store is not None:
+                store.set_timeout(JOIN_TIMEOUT)
             backend = "nccl" if device.type == "cuda" else "gloo"
             own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
-            dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=TIMEOUT, device_id=own)
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, store=store, timeout=JOIN_TIMEOUT, device_id=own
+            )
             self.smallest(0)  # initialization ends on one rank while others still connect
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT)
         except (RuntimeError, ValueError) as error:
             self.abort()
             line = str(error).splitlines()[0]

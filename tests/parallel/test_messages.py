@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from specmamba.errors import RankLostError
-from specmamba.parallel import control, messages
+from specmamba.errors import ConfigError, RankLostError
+from specmamba.parallel import control, messages, process_group
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import Messages, connect
+from specmamba.parallel.process_group import ProcessRanks
 
 BACKLOG = 2000
 
@@ -79,3 +83,12 @@ def test_the_end_of_a_rank_is_seen_behind_its_beats(
         other.join(10)
         links.close()
     assert ("no memory" if last else "it has ended") in str(losses[0])
+
+
+def test_a_rank_that_does_not_come_ends_the_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time for joining, not after that of exchanges; another group can be made then."""
+    monkeypatch.setattr(process_group, "JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(ConfigError, match="--tp-size 2: rank 0 cannot reach the others: "):
+        ProcessRanks(0, 2, torch.device("cpu"), str(tmp_path / "store"))
+    ProcessRanks(0, 1, torch.device("cpu"), str(tmp_path / "other")).close()
