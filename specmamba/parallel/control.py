@@ -117,9 +117,12 @@ class RankLinks:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a command to all other ranks. Raises RankLostError; ValueError: it is too long, and no rank gets it."""
+        self.send_line(encoded(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a command that ``encoded`` gave. Raises RankLostError."""
         if self.lost is not None:
             raise self.lost
-        line = encoded(message)
         try:
             for link in self._links.values():
                 link.send_line(line)

@@ -20,6 +20,7 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
 from specmamba.flags.engine_flags import EngineFlags
 from specmamba.models import qwen, registry
+from specmamba.parallel import messages
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import connect
 from specmamba.sampling_params import GrammarSpec
@@ -131,7 +132,7 @@ def test_families_that_are_not_divided_are_refused(monkeypatch: pytest.MonkeyPat
         LLM(tp_size=2)
 
 
-def test_two_ranks_of_one_model() -> None:
+def test_two_ranks_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, a grammar and an aborted stream as with one process; then a rank is killed while no request runs."""
     small = EngineFlags(dtype="float32", num_threads=1, speculative_num_steps=3, max_total_tokens=2048)
     with LLM(**small) as alone:
@@ -144,6 +145,10 @@ def test_two_ranks_of_one_model() -> None:
         outputs = llm.generate(PROMPTS, [GREEDY, CONSTRAINED])
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
         assert [output.spec for output in outputs] == [output.spec for output in expected]
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "MAX_MESSAGE_BYTES", 100)
+            (refused,) = llm.generate(PROMPTS[0], GREEDY)
+        assert "a message between ranks has" in str(refused.error)
         assert llm.flush_cache() > 0
         with pytest.raises(ConfigError, match="tools change and measure engines of one process"):
             _ = llm.workbench

@@ -13,9 +13,10 @@ from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.engine import Engine
 from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.engine.request import Request
-from specmamba.errors import ConfigError, RankLostError
+from specmamba.errors import ConfigError, RankLostError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.parallel.control import RankLinks
+from specmamba.parallel.messages import encoded
 from specmamba.parallel.ranks import Ranks
 from specmamba.sampling_params import SamplingParams
 
@@ -68,10 +69,8 @@ class FirstEngine(Engine):
         predicted_ids: Sequence[int] = (),
     ) -> None:
         """As ``Engine.add_request``. What is refused here is not told to the others."""
+        self.check_request(prompt_token_ids, params, forced_output_ids)
         predicted_ids = tuple(predicted_ids or self.encode_prediction(params))
-        super().add_request(
-            request_id, prompt_token_ids, params, forced_output_ids, extra_key, grammar, owner, predicted_ids
-        )
         own = params.model_copy(update={"grammar": None, "prediction": None})
         message = {
             "do": "add",
@@ -83,7 +82,18 @@ class FirstEngine(Engine):
             "owner": asdict(owner),
             "predicted_ids": list(map(int, predicted_ids)),
         }
-        self._links.send(message)
+        try:
+            line = encoded(message)  # what cannot be told must not be added here either
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        super().add_request(
+            request_id, prompt_token_ids, params, forced_output_ids, extra_key, grammar, owner, predicted_ids
+        )
+        try:
+            self._links.send_line(line)
+        except BaseException:
+            super().abort(request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """As ``Engine.abort``; what ends in a step ends on all ranks."""
