@@ -17,6 +17,7 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.config import EngineConfig
+from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
 from specmamba.flags.engine_flags import EngineFlags
 from specmamba.models import qwen, registry
@@ -119,6 +120,18 @@ def test_a_rank_that_is_another_is_refused(hello: dict[str, object], message: st
         other.join(10)
         links.close()
     assert message in answers[0]["refused"]
+
+
+def test_a_rank_that_ends_at_once_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not read its task, which is longer than a pipe holds."""
+    program = tmp_path / "python"
+    pid = tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\n[ -e {pid} ] && exit 3\necho $$ > {pid}\ncat > /dev/null\nexec sleep 60")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ConfigError, match="--tp-size 4: the process of rank 2 has ended with status 3 before it was"):
+        RankChildren(EngineConfig(tp_size=4), "x" * (1 << 20))
+    assert is_gone(int(pid.read_text()))
 
 
 def test_sizes_are_refused_before_ranks_start() -> None:
