@@ -125,7 +125,7 @@ class Engine:
         return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self.ranks.size == 1:  # exchanges between ranks are captured nowhere
+        if self.ranks.size == 1:
             self.runner.graph_runner = build_graph_runner(
                 config, self.pools, self.memory_plan, self.device, self.num_threads
             )

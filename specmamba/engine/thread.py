@@ -24,6 +24,7 @@ __all__ = ["EngineConstants", "EngineRequest", "EngineThread"]
 
 logger = logging.getLogger("specmamba")
 
+LOST_GRACE_S = 3.0  # in which a step ends by itself when a process is lost that it waits for
 T = TypeVar("T")
 
 
@@ -153,10 +154,13 @@ class EngineThread:
         self._thread.join(deadline_s + grace_s)
         return not self._thread.is_alive()
 
-    def give_up(self) -> None:
-        """Fail from outside the thread, for a step that hangs, so that no client waits forever."""
+    def give_up(self, error: BaseException | None = None) -> None:
+        """Fail from outside the thread, for a step that hangs, so that no client waits forever.
+
+        ``error``: why it hangs, if that is known.
+        """
         if self._commands.is_open:
-            self._fail(TimeoutError("a step does not end"))
+            self._fail(error or TimeoutError("a step does not end"))
             for callback in self._end_requests():
                 self._attempt(callback)
 
@@ -199,13 +203,19 @@ class EngineThread:
         self._end(engine)
 
     def _fail_soon(self, error: Exception) -> None:
-        """Fail between two steps, also where no request runs; for a thread that sees that the engine cannot go on."""
+        """Fail between two steps, also where no request runs; for a thread that sees that the engine cannot go on.
+
+        A step that does not end, as a GPU may wait for a lost process without limit, is given up.
+        """
 
         def fail(_: Engine) -> None:
             raise error
 
         with suppress(EngineStoppedError):
             self._commands.put(fail, must_succeed=True)
+            timer = threading.Timer(LOST_GRACE_S, self.give_up, (error,))
+            timer.daemon = True
+            timer.start()
 
     def _fail(self, error: BaseException) -> None:
         if self._failed is None:

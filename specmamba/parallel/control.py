@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from specmamba.errors import ConfigError, RankLostError
-from specmamba.parallel.messages import Messages, connect, listen, peer_process
+from specmamba.parallel.messages import Messages, connect, encoded, listen, peer_process
 
 logger = logging.getLogger("specmamba")
 
@@ -116,12 +116,16 @@ class RankLinks:
             callback(lost)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a command to all other ranks. Raises RankLostError."""
+        """Send a command to all other ranks. Raises RankLostError; ValueError: it is too long, and no rank gets it."""
+        self.send_line(encoded(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a command that ``encoded`` gave. Raises RankLostError."""
         if self.lost is not None:
             raise self.lost
         try:
             for link in self._links.values():
-                link.send(message)
+                link.send_line(line)
         except OSError as error:
             raise self.lost_soon() or RankLostError(f"--tp-size {self.size}: a rank is lost: {error}") from error
 
@@ -159,13 +163,13 @@ class RankLinks:
                     self._lose(rank, f"it gave no sign of life for {MAX_SILENCE * BEAT_S:g} s")
 
     def _goes_on(self, rank: int) -> bool:
-        """Read what has arrived from a rank; False: it has ended."""
+        """Read all that has arrived from a rank; False: it has ended."""
         try:
-            message = self._links[rank].receive()
-        except (OSError, ValueError):
-            return False
-        if message is None or "failed" in message:
-            self._failure = None if message is None else str(message["failed"])
+            for message in self._links[rank].arrived():
+                if "failed" in message:
+                    self._failure = str(message["failed"])
+                    return False
+        except (OSError, EOFError, ValueError):
             return False
         return True
 

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 28  # a prompt of a million tokens is a tenth of that
@@ -21,6 +22,7 @@ class Messages:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._buffer = connection, bytearray()
+        self._num_scanned = 0  # bytes of the buffer that have no end of a line
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
@@ -28,8 +30,11 @@ class Messages:
         return self._connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. Raises OSError: the other side has ended."""
-        line = json.dumps(message).encode() + b"\n"
+        """Send a message. Raises OSError: the other side has ended; ValueError: as ``encoded``."""
+        self.send_line(encoded(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a message that ``encoded`` gave. Raises OSError: the other side has ended."""
         with self._lock:
             self._connection.sendall(line)
 
@@ -38,24 +43,63 @@ class Messages:
 
         Raises:
             OSError: the connection is broken, or the message is too long.
+            ValueError: what arrives is no message.
+        """
+        while (message := self._next()) is None:
+            if not self._read():
+                return None
+        return message
+
+    def arrived(self) -> Iterator[dict[str, Any]]:
+        """All messages that have arrived, without waiting.
+
+        Raises:
+            EOFError: after the last message, where the other side has ended.
+            OSError, ValueError: as ``receive``.
         """
         while True:
-            end = self._buffer.find(b"\n")
-            if end >= 0:
-                line = bytes(self._buffer[:end])
-                del self._buffer[: end + 1]
-                message: dict[str, Any] = json.loads(line)
-                return message
-            if len(self._buffer) > MAX_MESSAGE_BYTES:
-                raise OSError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
-            data = self._connection.recv(1 << 16)
-            if not data:
-                return None
-            self._buffer += data
+            while (message := self._next()) is not None:
+                yield message
+            try:
+                goes_on = self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not goes_on:
+                raise EOFError
+
+    def _next(self) -> dict[str, Any] | None:
+        """Take the next whole message out of the buffer."""
+        end = self._buffer.find(b"\n", self._num_scanned)
+        if end < 0:
+            self._num_scanned = len(self._buffer)
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self._num_scanned = 0
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError("a message is a dictionary")
+        return message
+
+    def _read(self, flags: int = 0) -> bool:
+        """Read into the buffer; False: the other side has ended."""
+        if len(self._buffer) > MAX_MESSAGE_BYTES:
+            raise OSError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
+        data = self._connection.recv(1 << 16, flags)
+        self._buffer += data
+        return bool(data)
 
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """The line of a message. Raises ValueError: it is longer than the other side reads."""
+    line = json.dumps(message).encode() + b"\n"
+    if len(line) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message between ranks has {len(line)} bytes, and {MAX_MESSAGE_BYTES} is the most")
+    return line
 
 
 def listen(name: str, backlog: int) -> socket.socket:

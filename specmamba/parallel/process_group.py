@@ -12,11 +12,13 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn import functional as F
 
 from specmamba.errors import ConfigError
+from specmamba.parallel.control import JOIN_TIMEOUT_S
 from specmamba.parallel.ranks import Ranks
 
 # A rank that ends closes its connections, and one that stops is found by its missing beats (``control.py``); so this
 # only ends an exchange that nothing else ends.
 TIMEOUT = timedelta(minutes=30)
+JOIN_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
 
 
 class ProcessRanks(Ranks):
@@ -27,7 +29,7 @@ class ProcessRanks(Ranks):
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store_file: str | None) -> None:
-        """Join the group; waits for all ranks.
+        """Join the group; waits until all ranks are connected.
 
         Args:
             rank, size: as for ``Ranks``.
@@ -40,9 +42,17 @@ class ProcessRanks(Ranks):
         self._device = device
         try:
             store = None if store_file is None else FileStore(store_file, size)
+            if store is not None:
+                store.set_timeout(JOIN_TIMEOUT)
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=TIMEOUT)
+            own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, store=store, timeout=JOIN_TIMEOUT, device_id=own
+            )
+            self.smallest(0)  # initialization ends on one rank while others still connect
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT)
         except (RuntimeError, ValueError) as error:
+            self.abort()
             line = str(error).splitlines()[0]
             raise ConfigError(f"--tp-size {size}: rank {rank} cannot reach the others: {line}") from error
 
@@ -83,3 +93,8 @@ class ProcessRanks(Ranks):
         """As ``Ranks.close``."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """As ``Ranks.abort``."""
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()

@@ -59,7 +59,10 @@ class Ranks:
         self._require_one()
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the others, which leave at the same time."""
+
+    def abort(self) -> None:
+        """Leave without waiting, where another rank is lost. Exchanges that still run fail."""
 
     def _require_one(self) -> None:
         if self.size > 1:

@@ -15,7 +15,7 @@ import pytest
 
 from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineRequest, EngineThread
-from specmamba.errors import EngineStoppedError
+from specmamba.errors import EngineStoppedError, RankLostError
 from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 
@@ -183,6 +183,27 @@ def test_a_step_that_hangs_is_given_up() -> None:
         engine.let_go.set()
         assert served.thread.shutdown(0.0)
     assert engine.num_closed == 1
+
+
+class LosingEngine(HeldEngine):
+    """Its third step waits for a process that is lost."""
+
+    def when_lost(self, callback: Callable[[Exception], None]) -> None:
+        self.lose = callback
+
+
+def test_a_step_that_waits_for_a_lost_process_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams get the loss as their error, although the step has not ended."""
+    monkeypatch.setattr("specmamba.engine.thread.LOST_GRACE_S", 0.05)
+    engine = LosingEngine()
+    with serving(engine) as served, ThreadPoolExecutor(2 * NUM_EACH) as pool, outliving_its_engine(served):
+        calls = ask(served, pool, stream=True) + ask(served, pool, stream=False)
+        assert engine.is_held.wait(10)
+        engine.lose(RankLostError("rank 1 is lost"))
+        assert all("rank 1 is lost" in call.result(10).text for call in calls)
+        assert not engine.let_go.is_set()
+        engine.let_go.set()
+        assert served.thread.shutdown(0.0)
 
 
 def test_the_end_of_one_request_does_not_depend_on_the_callback_of_another() -> None:

@@ -17,14 +17,18 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.config import EngineConfig
+from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
 from specmamba.flags.engine_flags import EngineFlags
 from specmamba.models import qwen, registry
+from specmamba.parallel import messages
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import connect
 from specmamba.sampling_params import GrammarSpec
 from tests.fake_engine import wait_until
+from tests.parallel.jobs import prompts
 from tests.server.test_server_process import process
+from tests.tiny import write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["def main():", "class Stack:\n    def"]
@@ -118,6 +122,18 @@ def test_a_rank_that_is_another_is_refused(hello: dict[str, object], message: st
     assert message in answers[0]["refused"]
 
 
+def test_a_rank_that_ends_at_once_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not read its task, which is longer than a pipe holds."""
+    program = tmp_path / "python"
+    pid = tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\n[ -e {pid} ] && exit 3\necho $$ > {pid}\ncat > /dev/null\nexec sleep 60")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ConfigError, match="--tp-size 4: the process of rank 2 has ended with status 3 before it was"):
+        RankChildren(EngineConfig(tp_size=4), "x" * (1 << 20))
+    assert is_gone(int(pid.read_text()))
+
+
 def test_sizes_are_refused_before_ranks_start() -> None:
     with pytest.raises(ConfigError, match=r"tp_size 3: the model has 4 .* which cannot be divided among 3 ranks"):
         LLM(tp_size=3)
@@ -129,7 +145,7 @@ def test_families_that_are_not_divided_are_refused(monkeypatch: pytest.MonkeyPat
         LLM(tp_size=2)
 
 
-def test_two_ranks_of_one_model() -> None:
+def test_two_ranks_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, a grammar and an aborted stream as with one process; then a rank is killed while no request runs."""
     small = EngineFlags(dtype="float32", num_threads=1, speculative_num_steps=3, max_total_tokens=2048)
     with LLM(**small) as alone:
@@ -142,6 +158,10 @@ def test_two_ranks_of_one_model() -> None:
         outputs = llm.generate(PROMPTS, [GREEDY, CONSTRAINED])
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
         assert [output.spec for output in outputs] == [output.spec for output in expected]
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "MAX_MESSAGE_BYTES", 100)
+            (refused,) = llm.generate(PROMPTS[0], GREEDY)
+        assert "a message between ranks has" in str(refused.error)
         assert llm.flush_cache() > 0
         with pytest.raises(ConfigError, match="tools change and measure engines of one process"):
             _ = llm.workbench
@@ -152,6 +172,24 @@ def test_two_ranks_of_one_model() -> None:
         with pytest.raises((EngineFailedError, EngineStoppedError)):
             llm.generate(PROMPTS[0], GREEDY)
     assert is_gone(child)
+
+
+@pytest.mark.slow
+def test_three_ranks_draft_from_texts(tmp_path: Path) -> None:
+    """They find each other however late the last one is; a text that comes again is drafted, and accepted as often."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    folder = write_tiny_checkpoint(tmp_path / "tiny", 0, **heads)
+    flags = EngineFlags(
+        model=str(folder), dtype="float32", num_threads=1, context_length=128, max_total_tokens=512,
+        max_mamba_cache_size=16, skip_tokenizer_init=True, speculative_algorithm="suffix", speculative_adaptive="off",
+    )  # fmt: skip
+    greedy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    found = []
+    for size in (1, 3):
+        with LLM(**flags | EngineFlags(tp_size=size)) as llm:
+            found.append([(o.token_ids, o.spec) for _ in range(2) for o in llm.generate(prompts(60, (12, 9)), greedy)])
+    assert found[0] == found[1]
+    assert all(spec is not None and spec.num_accepted_tokens > 8 for _, spec in found[1][2:])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,11 +13,14 @@ from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.engine import Engine
 from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.engine.request import Request
-from specmamba.errors import ConfigError, RankLostError
+from specmamba.errors import ConfigError, RankLostError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.parallel.control import RankLinks
+from specmamba.parallel.messages import encoded
 from specmamba.parallel.ranks import Ranks
 from specmamba.sampling_params import SamplingParams
+
+logger = logging.getLogger("specmamba")
 
 
 class FirstEngine(Engine):
@@ -65,10 +69,8 @@ class FirstEngine(Engine):
         predicted_ids: Sequence[int] = (),
     ) -> None:
         """As ``Engine.add_request``. What is refused here is not told to the others."""
+        self.check_request(prompt_token_ids, params, forced_output_ids)
         predicted_ids = tuple(predicted_ids or self.encode_prediction(params))
-        super().add_request(
-            request_id, prompt_token_ids, params, forced_output_ids, extra_key, grammar, owner, predicted_ids
-        )
         own = params.model_copy(update={"grammar": None, "prediction": None})
         message = {
             "do": "add",
@@ -80,7 +82,18 @@ class FirstEngine(Engine):
             "owner": asdict(owner),
             "predicted_ids": list(map(int, predicted_ids)),
         }
-        self._links.send(message)
+        try:
+            line = encoded(message)  # what cannot be told must not be added here either
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        super().add_request(
+            request_id, prompt_token_ids, params, forced_output_ids, extra_key, grammar, owner, predicted_ids
+        )
+        try:
+            self._links.send_line(line)
+        except BaseException:
+            super().abort(request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """As ``Engine.abort``; what ends in a step ends on all ranks."""
@@ -123,10 +136,11 @@ class FirstEngine(Engine):
         """As ``Engine.close``; the other ranks end too."""
         super().close()
         self._links.close()
-        if self._links.lost is None:
-            self.ranks.close()
-        if self._children is not None:
-            self._children.close()
+        try:
+            leave(self.ranks, self._links)
+        finally:
+            if self._children is not None:
+                self._children.close()
 
     def _ready(self, is_idle: bool) -> list[Request]:
         ready = super()._ready(is_idle)
@@ -141,3 +155,14 @@ class FirstEngine(Engine):
     @staticmethod
     def _errors(requests: Sequence[Request]) -> dict[str, Any]:
         return {"errors": {r.request_id: str(r.grammar_error) for r in requests if r.grammar_error is not None}}
+
+
+def leave(ranks: Ranks, links: RankLinks) -> None:
+    """End the exchanges of this rank, so that this process can join others again."""
+    if links.lost is None:
+        ranks.close()
+        return
+    try:
+        ranks.abort()
+    except RuntimeError as error:  # of an exchange with a rank that is gone, which is reported already
+        logger.debug("the exchanges do not end well: %s", error)

@@ -9,7 +9,6 @@ import os
 import platform
 import secrets
 import signal
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +57,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     if config.tp_size == 1:
         return Engine(config)
-    from specmamba.engine.mirror.first_engine import FirstEngine
+    from specmamba.engine.mirror.first_engine import FirstEngine, leave
     from specmamba.engine.mirror.rank_children import RankChildren
     from specmamba.parallel.control import RankLinks
 
@@ -74,16 +73,15 @@ def build_engine(config: EngineConfig) -> Engine:
     links = RankLinks(name, config.tp_size)
     children = ranks = None
     try:
-        with tempfile.TemporaryDirectory(prefix="specmamba-ranks-") as folder:
-            store_file = None if is_launched else str(Path(folder, "store"))
-            if not is_launched:
-                children = RankChildren(config, name)
-            links.join(facts_of(config), store_file, children.check if children is not None else lambda: None)
-            ranks = _process_ranks(0, config, device, store_file)
+        if not is_launched:
+            children = RankChildren(config, name)
+        store_file = None if children is None else children.store_file
+        links.join(facts_of(config), store_file, children.check if children is not None else lambda: None)
+        ranks = _process_ranks(0, config, device, store_file)
         return FirstEngine(config, ranks, links, children)
     except BaseException:
         if ranks is not None:
-            ranks.close()
+            leave(ranks, links)
         links.close()
         if children is not None:
             children.close()
