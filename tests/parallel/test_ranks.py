@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
 from specmamba.flags.engine_flags import EngineFlags
 from specmamba.models import qwen, registry
-from specmamba.parallel import messages
+from specmamba.parallel import control, messages
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import connect
 from specmamba.sampling_params import GrammarSpec
@@ -120,6 +121,34 @@ def test_a_rank_that_is_another_is_refused(hello: dict[str, object], message: st
         other.join(10)
         links.close()
     assert message in answers[0]["refused"]
+
+
+def test_connections_that_bring_no_rank_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that comes after them is taken in. What has no id is not killed: 0 stands for a group of processes."""
+    monkeypatch.setattr(control, "HELLO_TIMEOUT_S", 0.2)
+    killed = list[int]()
+    monkeypatch.setattr(os, "kill", lambda process, _: killed.append(process))
+    name = f"specmamba-test-{os.getpid()}"
+    links, strangers = RankLinks(name, 9), [connect(name) for _ in range(5)]  # 9: so many can wait
+    links.size = 2
+    lines = (b"GET / HTTP/1.1\n", b"[1]\n", b'{"rank": "1", "facts": {}}\n', b'{"rank": 1}\n')
+    for stranger, line in zip(strangers, lines, strict=False):  # the last one says nothing
+        stranger.send_line(line)
+    rank = connect(name)
+    rank.send({"rank": 1, "facts": {"checkpoint": "a"}})
+    try:
+        links.join({"checkpoint": "a"}, None)
+        assert rank.receive() == {"store": None}
+        for stranger in strangers:
+            with suppress(ConnectionResetError):  # what it has sent was not read
+                assert stranger.receive() is None
+        links._processes[2] = 0
+        links.kill()
+        assert killed == [os.getpid()]
+    finally:
+        for each in (rank, *strangers):
+            each.close()
+        links.close()
 
 
 def test_a_rank_that_ends_at_once_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
