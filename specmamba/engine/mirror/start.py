@@ -126,9 +126,13 @@ def _process_ranks(rank: int, config: EngineConfig, device: torch.device, store_
         if torch.cuda.device_count() < config.tp_size:
             raise ConfigError(f"--tp-size {config.tp_size}: there are {torch.cuda.device_count()} GPUs, one for a rank")
         torch.cuda.set_device(rank)
-    elif store_file is not None:
-        os.environ.setdefault(INTERFACE, LOOPBACK)
-    return ProcessRanks(rank, config.tp_size, device, store_file)
+    if device.type == "cuda" or store_file is None or INTERFACE in os.environ:
+        return ProcessRanks(rank, config.tp_size, device, store_file)
+    os.environ[INTERFACE] = LOOPBACK  # read while the group is made; other groups of this process choose for themselves
+    try:
+        return ProcessRanks(rank, config.tp_size, device, store_file)
+    finally:
+        del os.environ[INTERFACE]
 
 
 def _meeting_name() -> str:
