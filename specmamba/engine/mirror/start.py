@@ -102,15 +102,21 @@ def run_other_rank(config: EngineConfig, rank: int, name: str | None = None) -> 
     device = resolve_device(config.device)
     config = config.on_device(device.type)
     link = FirstRankLink(name or _meeting_name(), rank, facts_of(config))
+    ranks = None
     try:
-        engine = OtherEngine(config, _process_ranks(rank, config, device, link.store_file), link)
+        ranks = _process_ranks(rank, config, device, link.store_file)
+        engine = OtherEngine(config, ranks, link)
         engine.run()
         engine.close()
+        ranks.close()
     except SpecmambaError as error:
         return _end_with(link, str(error))
     except Exception as error:  # rank 0 fails too, and says why
         logger.debug("rank %d ends", rank, exc_info=True)
         return _end_with(link, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    finally:
+        if ranks is not None:
+            ranks.abort()  # where it is not closed yet
     return 0
 
 
