@@ -27,6 +27,7 @@ BEAT_S = 0.5
 # still, no rank is lost.
 MAX_SILENCE = 10
 JOIN_TIMEOUT_S = 300.0  # in which the other ranks import what they need
+HELLO_TIMEOUT_S = 5.0  # in which a process that has connected says which rank it is
 Lost = Callable[[RankLostError], None]
 
 
@@ -81,27 +82,31 @@ class RankLinks:
         self._watcher.start()
 
     def _greet(self, connection: socket.socket, facts: Mapping[str, str]) -> None:
+        """Take a rank in. A connection that brings no rank must not keep the others from meeting: it is dropped."""
+        link, is_taken = Messages(connection), False
         try:
             process = peer_process(connection)
-        except OSError:  # of another user, which must not keep ranks from meeting
-            connection.close()
-            return
-        connection.settimeout(JOIN_TIMEOUT_S)
-        link = Messages(connection)
-        hello = link.receive() or {}
-        connection.settimeout(None)
-        rank, theirs = int(hello.get("rank", -1)), hello.get("facts", {})
-        others = [what for what, value in facts.items() if theirs.get(what) != value]
-        problem = f"it has another {others[0]} than rank 0" if others else None
+            connection.settimeout(HELLO_TIMEOUT_S)
+            rank, theirs = _hello_of(link.receive())
+            if problem := self._problem(rank, theirs, facts):
+                message = f"--tp-size {self.size}: rank {rank} is refused: {problem}: start all ranks alike"
+                with suppress(OSError):
+                    link.send({"refused": message})
+                raise ConfigError(message)
+            connection.settimeout(None)
+            self._links[rank], self._processes[rank], self._silence[rank] = link, process, 0
+            is_taken = True
+        except (OSError, ValueError) as error:
+            logger.debug("a connection brings no rank: %s", error)
+        finally:
+            if not is_taken:
+                link.close()
+
+    def _problem(self, rank: int, theirs: Mapping[str, object], facts: Mapping[str, str]) -> str | None:
         if not 0 < rank < self.size or rank in self._links:
-            problem = "there is no place for it"
-        if problem is not None:
-            message = f"--tp-size {self.size}: rank {rank} is refused: {problem}: start all ranks alike"
-            with suppress(OSError):
-                link.send({"refused": message})
-            link.close()
-            raise ConfigError(message)
-        self._links[rank], self._processes[rank], self._silence[rank] = link, process, 0
+            return "there is no place for it"
+        others = [what for what, value in facts.items() if theirs.get(what) != value]
+        return f"it has another {others[0]} than rank 0" if others else None
 
     def watch_strictly(self) -> None:
         """From now on also ranks are lost that give no sign of life; before that, those that end."""
@@ -188,6 +193,8 @@ class RankLinks:
     def kill(self) -> None:
         """Kill the other ranks, so that no exchange with them waits."""
         for process in self._processes.values():
+            if process <= 0:  # of another namespace, where it has no id here; 0 and -1 stand for groups of processes
+                continue
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
 
@@ -240,6 +247,14 @@ class FirstRankLink:
             while True:
                 self._link.send({"beat": 1})
                 time.sleep(BEAT_S)
+
+
+def _hello_of(message: dict[str, Any] | None) -> tuple[int, Mapping[str, object]]:
+    """The rank and the facts of a first message. Raises ValueError: it has none."""
+    match message:
+        case {"rank": int(rank), "facts": dict(facts)}:
+            return rank, facts
+    raise ValueError(f"the first message is {message!r:.200}")
 
 
 def _connect(name: str) -> Messages:

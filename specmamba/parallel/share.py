@@ -57,7 +57,7 @@ class Share:
         if count < self.size or (count % self.size and segment.division != "uneven"):
             raise ConfigError(
                 f"--tp-size {self.size}: the model has {count} {segment.name}, which cannot be divided among "
-                f"{self.size} ranks: choose a number that divides {count}"
+                f"{self.size} ranks: choose {_fitting(segment)}"
             )
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
@@ -122,6 +122,13 @@ class Share:
         groups = slice(begin // x.group, -(-end // x.group))
         minimum = None if x.minimum is None else x.minimum[..., groups]
         return replace(x, codes=codes, scale=x.scale[..., groups], minimum=minimum)
+
+
+def _fitting(segment: Segment) -> str:
+    """The numbers of ranks that a segment can be divided among."""
+    if segment.division == "uneven":
+        return f"{segment.units} at the most"
+    return f"a number that divides {segment.units}{', or a multiple' if segment.division == 'repeated' else ''}"
 
 
 def _rows(x: QuantizedMatrix, index: Tensor, dim: int) -> QuantizedMatrix:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, UnsupportedModelError
 from specmamba.flags.engine_flags import EngineFlags
 from specmamba.models import qwen, registry
-from specmamba.parallel import messages
+from specmamba.parallel import control, messages
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import connect
 from specmamba.sampling_params import GrammarSpec
@@ -122,6 +123,34 @@ def test_a_rank_that_is_another_is_refused(hello: dict[str, object], message: st
     assert message in answers[0]["refused"]
 
 
+def test_connections_that_bring_no_rank_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that comes after them is taken in. What has no id is not killed: 0 stands for a group of processes."""
+    monkeypatch.setattr(control, "HELLO_TIMEOUT_S", 0.2)
+    killed = list[int]()
+    monkeypatch.setattr(os, "kill", lambda process, _: killed.append(process))
+    name = f"specmamba-test-{os.getpid()}"
+    links, strangers = RankLinks(name, 9), [connect(name) for _ in range(5)]  # 9: so many can wait
+    links.size = 2
+    lines = (b"GET / HTTP/1.1\n", b"[1]\n", b'{"rank": "1", "facts": {}}\n', b'{"rank": 1}\n')
+    for stranger, line in zip(strangers, lines, strict=False):  # the last one says nothing
+        stranger.send_line(line)
+    rank = connect(name)
+    rank.send({"rank": 1, "facts": {"checkpoint": "a"}})
+    try:
+        links.join({"checkpoint": "a"}, None)
+        assert rank.receive() == {"store": None}
+        for stranger in strangers:
+            with suppress(ConnectionResetError):  # what it has sent was not read
+                assert stranger.receive() is None
+        links._processes[2] = 0
+        links.kill()
+        assert killed == [os.getpid()]
+    finally:
+        for each in (rank, *strangers):
+            each.close()
+        links.close()
+
+
 def test_a_rank_that_ends_at_once_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not read its task, which is longer than a pipe holds."""
     program = tmp_path / "python"
@@ -177,16 +206,16 @@ def test_two_ranks_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_three_ranks_draft_from_texts(tmp_path: Path) -> None:
     """They find each other however late the last one is; a text that comes again is drafted, and accepted as often."""
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    heads |= {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
     folder = write_tiny_checkpoint(tmp_path / "tiny", 0, **heads)
-    flags = EngineFlags(
-        model=str(folder), dtype="float32", num_threads=1, context_length=128, max_total_tokens=512,
-        max_mamba_cache_size=16, skip_tokenizer_init=True, speculative_algorithm="suffix", speculative_adaptive="off",
-    )  # fmt: skip
+    flags: dict[str, Any] = {"model": str(folder), "dtype": "float32", "num_threads": 1, "context_length": 128}
+    flags |= {"max_total_tokens": 512, "max_mamba_cache_size": 16, "skip_tokenizer_init": True}
+    flags |= {"speculative_algorithm": "suffix", "speculative_adaptive": "off"}
     greedy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     found = []
     for size in (1, 3):
-        with LLM(**flags | EngineFlags(tp_size=size)) as llm:
+        with LLM(**flags | {"tp_size": size}) as llm:
             found.append([(o.token_ids, o.spec) for _ in range(2) for o in llm.generate(prompts(60, (12, 9)), greedy)])
     assert found[0] == found[1]
     assert all(spec is not None and spec.num_accepted_tokens > 8 for _, spec in found[1][2:])

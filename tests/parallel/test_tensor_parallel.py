@@ -27,7 +27,7 @@ from tests.tiny import WHOLE_BLOCKS, write_tiny_checkpoint
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 TOLERANCE = 2e-5  # of log probabilities, of logits up to 30
-# Steps of the delta rule up to 2 turn states around and carry rounding on: 3e-5 between two chunk sizes of one process.
+# Steps of the delta rule up to 2 turn states around and carry rounding on.
 LOOSE = {"olmo-hybrid": 3e-4, "qwen3.5-moe": 1e-4, "qwen3-next": 1e-4}
 LISTED = {"logprobs": 20, "prompt_logprobs": 20, "max_tokens": 6}
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -102,15 +102,21 @@ def run_other_rank(config: EngineConfig, rank: int, name: str | None = None) -> 
     device = resolve_device(config.device)
     config = config.on_device(device.type)
     link = FirstRankLink(name or _meeting_name(), rank, facts_of(config))
+    ranks = None
     try:
-        engine = OtherEngine(config, _process_ranks(rank, config, device, link.store_file), link)
+        ranks = _process_ranks(rank, config, device, link.store_file)
+        engine = OtherEngine(config, ranks, link)
         engine.run()
         engine.close()
+        ranks.close()
     except SpecmambaError as error:
         return _end_with(link, str(error))
     except Exception as error:  # rank 0 fails too, and says why
         logger.debug("rank %d ends", rank, exc_info=True)
         return _end_with(link, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    finally:
+        if ranks is not None:
+            ranks.abort()  # where it is not closed yet
     return 0
 
 
@@ -126,9 +132,13 @@ def _process_ranks(rank: int, config: EngineConfig, device: torch.device, store_
         if torch.cuda.device_count() < config.tp_size:
             raise ConfigError(f"--tp-size {config.tp_size}: there are {torch.cuda.device_count()} GPUs, one for a rank")
         torch.cuda.set_device(rank)
-    elif store_file is not None:
-        os.environ.setdefault(INTERFACE, LOOPBACK)
-    return ProcessRanks(rank, config.tp_size, device, store_file)
+    if device.type == "cuda" or store_file is None or INTERFACE in os.environ:
+        return ProcessRanks(rank, config.tp_size, device, store_file)
+    os.environ[INTERFACE] = LOOPBACK  # read while the group is made; other groups of this process choose for themselves
+    try:
+        return ProcessRanks(rank, config.tp_size, device, store_file)
+    finally:
+        del os.environ[INTERFACE]
 
 
 def _meeting_name() -> str:
