@@ -15,7 +15,7 @@ from specmamba.kernels.linear.grouped import packed_bytes, regroup
 from specmamba.kernels.linear.quantized import e4m3_values
 from specmamba.kernels.linear.rounding import round_matrix
 from tests.codes import KINDS, matrix, normal
-from tests.kernels.triton.same_rows import assert_same_rows
+from tests.kernels.linear.same_rows import assert_same_rows
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specmamba.kernels import linear
 from specmamba.kernels.linear import reference, torch_ops
-from tests.kernels.triton.same_rows import assert_same_rows
+from tests.kernels.linear.same_rows import assert_same_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
