@@ -24,6 +24,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from specmamba.bench.demo.prompts import put_rows
 from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
 from specmamba.measure.command import run_command
@@ -145,11 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(settings: EditSettings) -> int:
     rows = make_prompts(settings, read_corpus(roots_for(settings.corpus, [])).held_out)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if settings.out is None:
-        sys.stdout.write(text)
-    else:
-        settings.out.write_text(text, "utf8")
+    put_rows(rows, settings.out)
     return 0
 
 

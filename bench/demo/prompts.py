@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -142,12 +142,17 @@ def _run(settings: PromptSettings) -> int:
         rows = cut_prompts(settings, held_out)
     else:
         rows = complete_prompts(settings.complete, settings.continuation_characters, held_out)
+    put_rows(rows, settings.out)
+    return 0
+
+
+def put_rows(rows: Iterable[Mapping[str, Any]], out: Path | None) -> None:
+    """Write one JSON object a line to a file, or print them."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if settings.out is None:
+    if out is None:
         sys.stdout.write(text)
     else:
-        settings.out.write_text(text, "utf8")
-    return 0
+        out.write_text(text, "utf8")
 
 
 if __name__ == "__main__":

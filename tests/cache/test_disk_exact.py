@@ -6,7 +6,6 @@ Whatever is wrong with the disk is a miss, with its reason.
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +20,8 @@ from specmamba.cache.tiers import disk_tier
 from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.cache.tiers.tier_stats import TierStats
-from specmamba.config import DEMO_MODEL
 from specmamba.core import Owner, RequestOutput
 from specmamba.engine.scheduler import longest_prefix_first
-from specmamba.models.text.tokenizer import Tokenizer
 from tests.cache.test_disk_tier import DAMAGE
 from tests.cache.test_prefix_exact import check_pools
 from tests.drafts import DRAFTS
@@ -32,13 +29,6 @@ from tests.drafts import DRAFTS
 Tokens = tuple[int, ...]
 NUM_TOKENS = 20
 POLICIES = ("write_through", "write_through_selective", "write_back")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[Tokens]:
-    tokenizer = Tokenizer(DEMO_MODEL)
-    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
-    return [tuple(tokenizer.encode(json.loads(line)["prompt"])) for line in lines]
 
 
 @pytest.fixture(scope="module")

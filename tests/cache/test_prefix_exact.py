@@ -9,7 +9,6 @@ quarter of them, in which every pair of settings meets.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,10 +18,8 @@ import pytest
 import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.engine.runner import Runner
-from specmamba.models.text.tokenizer import Tokenizer
 from tests.drafts import DRAFTS
 from tests.exactness import assert_same_greedy_texts
 
@@ -42,13 +39,6 @@ CASES = ALL if IS_FULL else SOME
 each_case = pytest.mark.parametrize(("strategy", "drafts", "page_size", "chunk_size"), CASES)
 
 Tokens = tuple[int, ...]
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[Tokens]:
-    tokenizer = Tokenizer(DEMO_MODEL)
-    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
-    return [tuple(tokenizer.encode(json.loads(line)["prompt"])) for line in lines]
 
 
 class Expected:

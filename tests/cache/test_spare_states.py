@@ -8,7 +8,7 @@ import pytest
 
 from specmamba.cache.prefix.state_places import is_tracked, spare_ends
 from specmamba.engine.cache_manager import SPARE_SHARE
-from tests.cache.test_prefix_exact import Tokens, check_pools, greedy, new_llm, prompts  # noqa: F401
+from tests.cache.test_prefix_exact import Tokens, check_pools, greedy, new_llm
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_long_output_leaves_states_at_growing_distances() -> None:
     assert counts[15:] == [*range(16, 32, 2), *range(32, 64, 4), *range(64, 129, 8)]
 
 
-def test_the_second_text_goes_on_from_a_spare_state(prompts: list[Tokens]) -> None:  # noqa: F811
+def test_the_second_text_goes_on_from_a_spare_state(prompts: list[Tokens]) -> None:
     """Spare states take no more than their share of the slots, and one that was of use is like the others."""
     text = sum(prompts, ())
     first, others = text[:301], [(*text[i : i + 60], *text[400:641]) for i in range(1, 8)]

@@ -329,15 +329,7 @@ class TestDrafts:
             recorder, engine = Recorder.of(llm, monkeypatch), llm.engine
             for i, prompt in enumerate(PROMPTS[:3]):
                 engine.add_request(str(i), prompt, greedy(30))
-            deltas: list[OutputDelta] = []
-            for step in itertools.count():
-                deltas += engine.step()
-                if not engine.has_unfinished_requests:
-                    break
-                running = [*engine.scheduler.extending, *engine.scheduler.verifying]
-                if running and step % 3 < 2:
-                    with torch.inference_mode():
-                        engine.preempt(running[step % len(running)])
+            deltas = run_preempting(llm)
             assert engine.stats().num_preemptions >= 5
             for i, prompt in enumerate(PROMPTS[:3]):
                 assert tokens_of(deltas, str(i)) == plain.after(prompt, 30)
@@ -402,20 +394,26 @@ class TestTrees:
             recorder, engine = Recorder.of(llm, monkeypatch), llm.engine
             for i, prompt in enumerate(PROMPTS[:3]):
                 engine.add_request(str(i), prompt, greedy(16))
-            deltas: list[OutputDelta] = []
-            for step in itertools.count():
-                deltas += engine.step()
-                if not engine.has_unfinished_requests:
-                    break
-                running = [*engine.scheduler.extending, *engine.scheduler.verifying]
-                if running and step % 3 < 2:
-                    with torch.inference_mode():
-                        engine.preempt(running[step % len(running)])
+            deltas = run_preempting(llm)
             assert engine.stats().num_preemptions >= 3
             for i, prompt in enumerate(PROMPTS[:3]):
                 assert tokens_of(deltas, str(i)) == plain.after(prompt, 16)
             recorder.check_trees(noisy)
             check_pools(llm)
+
+
+def run_preempting(llm: LLM) -> list[OutputDelta]:
+    """Preempt a request after two steps of three."""
+    engine, deltas = llm.engine, list[OutputDelta]()
+    for step in itertools.count():
+        deltas += engine.step()
+        if not engine.has_unfinished_requests:
+            break
+        running = [*engine.scheduler.extending, *engine.scheduler.verifying]
+        if running and step % 3 < 2:
+            with torch.inference_mode():
+                engine.preempt(running[step % len(running)])
+    return deltas
 
 
 def run(llm: LLM) -> Iterator[OutputDelta]:

@@ -8,37 +8,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BailingHybridConfig, BailingHybridForCausalLM
 
+from tests.families import kimi_linear
 from tests.families.checkpoints import write_checkpoint
 
 HAS_MTP = False
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL = kimi_linear.LINEAR, kimi_linear.FULL
 
-# No size that is a power of two, and of latent attention no two that are equal.
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 36,
-    "intermediate_size": 22,
-    "moe_intermediate_size": 12,
-    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
-    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
+    **{name: value for name, value in kimi_linear.DEFAULTS.items() if not name.startswith("linear")},
     "head_dim": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 14,
-    "kv_lora_rank": 18,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 2,
     "n_group": 3,
     "topk_group": 2,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 0,
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,10 +43,7 @@ def build(folder: Path, variant: str = "default", seed: int = 0) -> BailingHybri
     settings = DEFAULTS | VARIANTS[variant]
     config = BailingHybridConfig(**settings, num_hidden_layers=len(settings["layer_types"]))
     model = BailingHybridForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.copy_(torch.rand(bias.shape, generator=generator))
+    kimi_linear.draw_router_biases(model, seed)
     write_checkpoint(folder, model, seed)
     # published configs have the size of heads of delta attention here; transformers saves that of rotation
     file = folder / "config.json"

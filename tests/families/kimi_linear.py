@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from tests.families.checkpoints import write_checkpoint
@@ -60,14 +61,19 @@ def build(folder: Path, variant: str = "default", seed: int = 0) -> KimiLinearFo
     settings = DEFAULTS | VARIANTS[variant]
     config = KimiLinearConfig(**settings, num_hidden_layers=len(settings["layer_types"]))
     model = KimiLinearForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.copy_(torch.rand(bias.shape, generator=generator))
+    draw_router_biases(model, seed)
     write_checkpoint(folder, model, seed)
     if variant == "default":
         _use_published_names(folder / "model.safetensors")
     return model
+
+
+def draw_router_biases(model: nn.Module, seed: int) -> None:
+    """Correction biases of all routers, which are no parameters, between 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.rand(bias.shape, generator=generator))
 
 
 def _use_published_names(file: Path) -> None:
