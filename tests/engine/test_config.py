@@ -26,6 +26,8 @@ from specmamba.measure.acceptance.options import AcceptanceBenchConfig
 from specmamba.server_config import ServerConfig
 from specmamba.tune.options import TreeTunerConfig
 
+ROOT = Path(__file__).parents[2]
+
 # DESIGN section 10, as far as it is built
 ENGINE_FLAGS = {
     "--model": "x",
@@ -445,6 +447,17 @@ class TestSources:
         assert serve().port == 30000
         expected = "specmamba serve: SPECMAMBA_CONCURRENCY has no effect: this command has no such flag\n"
         assert capsys.readouterr().err == expected
+
+    def test_what_ci_and_tests_set_is_known(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A variable that ``.ci/run`` sets for the tests must not add a line to every command's messages."""
+        variables = set(re.findall(r"SPECMAMBA_[A-Z0-9_]*", (ROOT / ".ci" / "run").read_text()))
+        assert variables
+        for name in variables:
+            monkeypatch.setenv(name, "some-folder")
+        serve()
+        assert capsys.readouterr().err == ""
 
     def test_what_kubernetes_says_of_a_service(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -42,7 +42,7 @@ from tests.repository import ROOT
 
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 SAMPLED = ("sm_90", "sm_80", "sm_100", "gfx942")  # a fourth of a kernel's variants each: all take minutes for a target
-OLDEST = os.environ.get("SPECMAMBA_TRITON_36")  # a folder with Triton 3.6, the oldest that is supported
+OLDEST = os.environ.get("SPECMAMBA_TEST_TRITON")  # a folder with Triton 3.6, the oldest that is supported
 KERNELS = ROOT / "kernels"
 WITH_TRITON = sorted(file.parent.name for file in KERNELS.glob("*/triton_kernels.py"))
 
@@ -200,7 +200,7 @@ def compile_sample(target: str, jobs: Sequence[Job], version: str = "", path: Pa
     return wrong
 
 
-@pytest.mark.skipif(OLDEST is None, reason="SPECMAMBA_TRITON_36 names no folder with Triton 3.6")
+@pytest.mark.skipif(OLDEST is None, reason="SPECMAMBA_TEST_TRITON names no folder with Triton 3.6")
 @pytest.mark.slow
 def test_variants_compile_with_the_oldest_triton() -> None:
     jobs = sample(0, parts=1 if IS_FULL else 6)
