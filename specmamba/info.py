@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
 
 from specmamba.flags.command_line import parse_command_line, readable
-from specmamba.measure.command import Row, put_out, section_table
-from specmamba.measure.report import JsonOption
+from specmamba.measure.command import Page, Row, put_out, section_table
+from specmamba.measure.report import Count, JsonOption
 
 PROG = "specmamba info"
 Info = Mapping[str, Any]
 NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba2", "mixture_of_experts": "mixture of experts"}
 NAMES |= {"short_convolution": "short convolution", "mlp": "MLP", "latent_attention": "latent attention"}
 NAMES |= {"kimi_delta_attention": "Kimi delta attention"}
+PLAN_TOKENS = (1024, 8192, 32768)
 
 
 class InfoConfig(JsonOption):
     """What a model is, what it takes under these flags, and what can be done with it. --json -: to standard output."""
 
+    plan: Annotated[
+        bool, Field(description="say instead what each of 1, 2, 4, ... ranks takes, and how many requests run on them")
+    ] = False
+    gpu_memory: Annotated[
+        float | None,
+        Field(gt=0, le=1 << 20, description="with --plan: GiB of one GPU, which need not be there; none: what is free"),
+    ] = None
+    plan_tokens: Annotated[
+        tuple[Count, ...], Field(min_length=1, description="with --plan: prompt and output tokens of requests")
+    ] = PLAN_TOKENS
+
+    @model_validator(mode="after")
+    def _plan_flags_go_together(self) -> Self:
+        given = [name for name in ("gpu_memory", "plan_tokens") if name in self.model_fields_set]
+        if given and not self.plan:
+            raise ValueError(f"--{given[0].replace('_', '-')}: this is a flag of --plan: add --plan")
+        if self.gpu_memory is not None and self.device == "cpu":
+            raise ValueError("--gpu-memory: --device cpu has no GPU: drop one of them")
+        return self
+
 
 def main(arguments: list[str]) -> int:
     """Print a table, or JSON where that goes to standard output. Returns 0. Raises SpecmambaError."""
     config = parse_command_line(InfoConfig, PROG, arguments)
+    if config.plan:
+        from specmamba.engine.capacity_plan import plan_capacity
+
+        plans = plan_capacity(config, config.gpu_memory, config.plan_tokens)
+        return put_out(config, plans, print_plans, can_print_json=True)
     from specmamba.engine.model_report import model_info
 
     info = model_info(config)
-    put_out(config, info, print_info, can_print_json=True)
-    return 0
+    return put_out(config, info, print_info, can_print_json=True)
 
 
 def print_info(info: Info) -> None:
@@ -147,3 +174,39 @@ def _count(number: int) -> str:
         if number >= unit:
             return f"{number / unit:,.3g} {name} ({number:,})"
     return f"{number:,}"
+
+
+def print_plans(report: Info) -> None:
+    """Print a table with a column for each number of ranks that can run the model, and why the others cannot."""
+    page, plans = Page(), report["plans"]
+    share, memory = report["mem_fraction_static"], readable(report["memory_bytes"])
+    place = "one GPU" if report["device"] == "cuda" else "this machine, which all ranks share"
+    page.lines(f"{report['model']}: what one rank takes, with {share:.0%} of the {memory} of {place}")
+    if fitting := [plan for plan in plans if "problem" not in plan]:
+        page.table(["", *map(_ranks, fitting)], _plan_rows(fitting))
+    page.lines(*(f"{_ranks(plan)}: {plan['problem']}" for plan in plans if "problem" in plan))
+
+
+def _plan_rows(plans: Sequence[Info]) -> Iterator[tuple[str, ...]]:
+    """Rows of a name and a cell for each plan."""
+    for name, key in (
+        ("weights", "weights"),
+        ("KV per token", "kv_per_token"),
+        ("state per request", "state_per_request"),
+        ("speculation per request", "speculation_per_request"),
+    ):
+        yield name, *(readable(plan[key]) for plan in plans)
+    yield "KV pool", *(f"{plan['kv_pool_tokens']:,} tokens" for plan in plans)
+    yield "recurrent states", *(f"{plan['state_slots']:,}" for plan in plans)
+    yield "total with these pools", *(readable(plan["total"]) for plan in plans)
+    for tokens in plans[0]["requests_at_once"]:
+        yield f"requests of {tokens:,} tokens at once", *(_number(plan, tokens) for plan in plans)
+
+
+def _number(plan: Info, tokens: int) -> str:
+    number: int | None = plan["requests_at_once"][tokens]
+    return "too long" if number is None else f"{number:,}"
+
+
+def _ranks(plan: Info) -> str:
+    return f"{plan['tp_size']} rank{'' if plan['tp_size'] == 1 else 's'}"

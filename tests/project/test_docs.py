@@ -23,6 +23,7 @@ from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
 from specmamba.core import SizingStats
 from specmamba.flags.command_line import _OTHER_VARIABLES, all_fields, parse_command_line
 from specmamba.generate_config import GenerateConfig
+from specmamba.info import InfoConfig
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serving
@@ -142,7 +143,7 @@ def tool_flags() -> set[str]:
 
 @pytest.fixture(scope="module")
 def every_flag() -> set[str]:
-    return flags_of(EngineConfig, ServerConfig, GenerateConfig, ChatConfig) | tool_flags()
+    return flags_of(EngineConfig, ServerConfig, GenerateConfig, ChatConfig, InfoConfig) | tool_flags()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -184,6 +185,7 @@ def test_commands_exist_with_their_flags(page: str, every_flag: set[str]) -> Non
         if command in SUBCOMMANDS:
             assert rest[0] in SUBCOMMANDS[command], words
         classes: dict[str, type[CommandLine]] = {"serve": ServerConfig, "generate": GenerateConfig, "chat": ChatConfig}
+        classes["info"] = InfoConfig
         allowed = flags_of(classes[command]) if command in classes else every_flag
         assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= allowed, words
 
