@@ -169,6 +169,7 @@ class Variant:
     num_stages: int
     unaligned: frozenset[str] = frozenset()
     work: Work | None = None  # None: instructions are not counted
+    may_fuse: bool = True  # a product and a sum may be rounded once, together; False where bits are promised
 
     def is_aligned(self, argument: str) -> bool:
         """Whether an argument is assumed to be a multiple of 16 (a pointer: of 16 bytes)."""

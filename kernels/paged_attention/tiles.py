@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -182,7 +182,7 @@ def store_variant(
     constexprs = store_constexprs(query_heads, key_heads, head_dim, rotated, has_norm=True, codes=codes)
     constexprs |= {} if codes else dict.fromkeys(SCALES)
     name = f"store {_form(dtype, stored)} D={head_dim}"
-    return _variant(name, kernels.store_kernel, types, constexprs, NUM_WARPS, 1)
+    return replace(_variant(name, kernels.store_kernel, types, constexprs, NUM_WARPS, 1), may_fuse=False)
 
 
 def attend_variant(

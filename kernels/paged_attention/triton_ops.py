@@ -58,6 +58,7 @@ def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv:
         ),
         num_warps=tiles.NUM_WARPS,
         num_stages=1,
+        enable_fp_fusion=False,  # what is stored is rounded after each operation, as everywhere
     )
     return q
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+import specmamba
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
@@ -303,7 +304,7 @@ def describe_engine(
         "prefix_cache_eviction": config.cache_eviction,
         **_describe_tiers(config),
         "versions": {
-            "specmamba": version("specmamba"),
+            "specmamba": specmamba.__version__,
             "torch": torch.__version__,
             "transformers": version("transformers"),
             "python": platform.python_version(),

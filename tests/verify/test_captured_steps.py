@@ -454,6 +454,7 @@ class TestOnAGPU:
                 texts = [[text for text, _ in answer_all(llm, "greedy", size)] for llm in (captured, plain)]
                 assert_same_greedy_texts(texts[0], texts[1], PROMPTS[:size], lambda: new_llm("plain"))
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
     def test_a_replay_neither_waits_nor_allocates(self) -> None:
         with new_llm("tree", device="cuda") as llm:
             answer_all(llm, "greedy", 3)

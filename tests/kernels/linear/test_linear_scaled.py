@@ -78,11 +78,12 @@ def test_where_it_runs() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+@pytest.mark.parametrize("rows", [1, 16, 33])
+def test_on_a_gpu(rows: int) -> None:
     device = torch.device("cuda")
     if not linear.runs_scaled(device, torch.bfloat16):
         pytest.skip("needs a GPU of compute capability 8.9 or higher")
-    weight, x = normal(512, 1024, seed=1, dtype=torch.bfloat16), normal(33, 1024, seed=2, dtype=torch.bfloat16)
+    weight, x = normal(512, 1024, seed=1, dtype=torch.bfloat16), normal(rows, 1024, seed=2, dtype=torch.bfloat16)
     y = linear.pack(weight.to(device), "fp8-dynamic")(x.to(device)).cpu()
     of_weight = round_matrix(weight, "fp8").dequantize(torch.float32)
     size = float((x.float().abs() @ of_weight.abs().T).max())

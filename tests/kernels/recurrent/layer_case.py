@@ -147,6 +147,13 @@ class LayerCase:
         mixed: Tensor = self.inputs.mixed
         return mixed
 
+    def leave_slot_0(self) -> None:
+        """Move the checkpoint in slot 0, which is padding to Triton, to a slot that no row has."""
+        slots = self.trees.slots
+        unused = min(set(range(1, NUM_SLOTS)) - set(slots.tolist()))
+        self.buffers.states[unused] = self.buffers.states[0]
+        slots[slots == 0] = unused
+
     @staticmethod
     def exact(inputs: Any) -> Any:
         """Inputs in float64."""

@@ -90,7 +90,9 @@ def test_matches_reference(form: str, nodes: int, heads: tuple[int, int, int, in
 @pytest.mark.parametrize("heads", HEADS)
 def test_matches_reference_on_a_gpu(heads: tuple[int, int, int, int], norm: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        Case(heads, 5, [0, 6, 1, 3, 5], norm=norm, dtype=dtype).check("cuda")
+        case = Case(heads, 5, [0, 6, 1, 3, 5], norm=norm, dtype=dtype)
+        case.leave_slot_0()
+        case.check("cuda")
 
 
 @pytest.mark.parametrize("heads", HEADS[:3])

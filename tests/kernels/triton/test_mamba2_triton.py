@@ -154,9 +154,10 @@ def test_step_sizes(limit: tuple[float, float], gpu_device: str) -> None:
     w = replace(case.weights, dt_bias=torch.zeros(20))
     u, g = (x.cpu() for x in triton_ops.step(dt.to(gpu_device), case.inputs.mixed.to(gpu_device), moved(w, gpu_device)))
     size = torch.nn.functional.softplus(dt.double()).clamp(*limit)
-    torch.testing.assert_close(g.double(), size * w.negative_a, rtol=1e-6, atol=0)
+    rtol = 1e-6 if gpu_device == "cpu" else 4e-6  # a GPU's e^x is off by some 2^-24 |x|
+    torch.testing.assert_close(g.double(), size * w.negative_a, rtol=rtol, atol=0)
     want = size[..., None] * case.inputs.mixed[..., :100].double().unflatten(-1, (20, 5))
-    torch.testing.assert_close(u.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(u.double(), want, rtol=rtol, atol=0)
 
 
 @pytest.mark.fast_cases(1)

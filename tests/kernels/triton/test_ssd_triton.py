@@ -123,7 +123,7 @@ def test_short_chains(nodes: int, gpu_device: str) -> None:
         case.check(gpu_device)
 
 
-def test_chains_run_on_a_state_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_run_on_a_state_in_registers(gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host says that they are chains, and up to eight nodes."""
     from specmamba.kernels.ssd import triton_kernels
 
@@ -134,7 +134,7 @@ def test_chains_run_on_a_state_in_registers(monkeypatch: pytest.MonkeyPatch) -> 
     launched: list[tuple[int, ...]] = []
     monkeypatch.setattr(triton_kernels, "chain_verify", Kernel())
     for nodes, shapes in ((2, ("chain",)), (8, ("chain",)), (9, ("chain",)), (2, ("star",)), (1, ("chain",))):
-        Case(ONE, nodes, [1], shapes=shapes).run("cpu")
+        Case(ONE, nodes, [1], shapes=shapes).run(gpu_device)
     assert len(launched) == 2
 
 

@@ -39,8 +39,8 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
 
 def strided(x: Tensor) -> Tensor:
     """The same numbers with others between the rows and behind the entries of each."""
-    wide = torch.full((*[2 * size for size in x.shape[:-1]], x.shape[-1] + 3), -77 if x.dtype != torch.bool else 1)
-    wide = wide.to(x.dtype)
+    shape = *[2 * size for size in x.shape[:-1]], x.shape[-1] + 3
+    wide = torch.full(shape, -77 if x.dtype != torch.bool else 1, dtype=x.dtype, device=x.device)
     view = wide[tuple(slice(size) if i else slice(None, None, 2) for i, size in enumerate(x.shape))]
     view.copy_(x)
     return view
