@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from specmamba.version import __version__
+
 if TYPE_CHECKING:
     from specmamba.async_llm import AsyncLLM
     from specmamba.core import OutputDelta, RequestOutput, SpecStats
@@ -10,7 +12,6 @@ if TYPE_CHECKING:
     from specmamba.llm import LLM
     from specmamba.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

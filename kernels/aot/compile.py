@@ -94,7 +94,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
             options={
                 "num_warps": variant.num_warps,
                 "num_stages": variant.num_stages,
-                "enable_fp_fusion": variant.may_fuse,  # up to 3.9 a launch's default is True; it warns where it is not set
+                "enable_fp_fusion": variant.may_fuse,  # a launch's default is True
             },
         )
     if target.backend == "cuda":

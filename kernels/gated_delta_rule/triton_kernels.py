@@ -12,6 +12,7 @@ from specmamba.kernels.state_records.triton_kernels import (
     finite,
     not_finite,
     path_decay,
+    product,
 )
 
 
@@ -27,24 +28,6 @@ def solve(system, u, num_steps):
         column = tl.sum(tl.where(at[None, :] == i, system, 0.0), 1)
         u -= column[:, None] * finite(row)[None, :]
     return u
-
-
-@triton.jit
-def product(a, b, PARTS: tl.constexpr):
-    """a b with sums in float32, of float32 operands: exact ("none"), or as products of parts in bfloat16 ("bf16").
-
-    x = high + low + rest, both parts in bfloat16: what is left out, rests and low times low, is below 2^-15 of a term.
-    "wide": with the same parts as float32 numbers, for Triton's interpreter, which cannot multiply bfloat16.
-    """
-    if PARTS == "none":
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
-        if PARTS == "wide":
-            a_high, a_low = a_high.to(tl.float32), a_low.to(tl.float32)
-            b_high, b_low = b_high.to(tl.float32), b_low.to(tl.float32)
-        return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
 
 
 @triton.jit
@@ -638,6 +621,7 @@ def extend_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
+    PARTS: tl.constexpr,  # of products: see ``product``
 ):
     """Known tokens, a chunk at a time: inside it all u solve one triangular system.
 
@@ -682,16 +666,20 @@ def extend_kernel(
             state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
             q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
             k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
-            q_read += tl.dot(q_part, state, input_precision="ieee")
-            k_read += tl.dot(k_part, state, input_precision="ieee")
-            q_k += tl.dot(q_part, tl.trans(k_part), input_precision="ieee")
-            k_k += tl.dot(k_part, tl.trans(k_part), input_precision="ieee")
+            q_read += product(q_part, state, PARTS)
+            k_read += product(k_part, state, PARTS)
+            q_k += product(q_part, tl.trans(k_part), PARTS)
+            k_k += product(k_part, tl.trans(k_part), PARTS)
 
         between = decays(g_chunk, is_below)
         of_state = tl.exp(log_decay)[:, None]
         system = tl.where(at_c[:, None] > at_c[None, :], beta_chunk[:, None] * k_k * between, 0.0)
-        u = solve(system, beta_chunk[:, None] * (v_chunk - of_state * k_read), BLOCK_TOKENS - 1)
-        result = of_state * q_read + tl.dot(q_k * between, u, input_precision="ieee")
+        u = beta_chunk[:, None] * (v_chunk - of_state * k_read)
+        if PARTS != "none":
+            u = product(inverse(system, PARTS), finite(u), PARTS) + u * 0.0  # what is not finite stays in its row
+        else:
+            u = solve(system, u, BLOCK_TOKENS - 1)
+        result = of_state * q_read + product(q_k * between, u, PARTS)
         tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], result, mask=in_values)
 
         tl.debug_barrier()  # all threads have read the state
@@ -703,7 +691,7 @@ def extend_kernel(
             k_turned = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[None, :] * k_token_stride
             k_part = tl.load(k_turned + at_k[:, None], mask=is_k[:, None] & is_token[None, :], other=0.0)
             state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
-            state = whole * state + tl.dot(k_part * to_last[None, :], u, input_precision="ieee")
+            state = whole * state + product(k_part * to_last[None, :], u, PARTS)
             tl.store(state_at + at_k[:, None] * key_stride, state, mask=in_state)
         tl.debug_barrier()
     if work is not None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import Variant, Work
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
-from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, parts_of, variant
 
 PADDING_SLOT, NO_SLOT = 0, -1
+MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
 MAX_SPLIT = 32  # nodes up to which products of 16-bit models run in parts of bfloat16; beyond, registers do not suffice
+EXTENDS_IN_PARTS = True  # products of prompts, for models in 16 bits: see ``extend_in_place``
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,27 @@ def chain_tile(key_dim: int, value_dim: int) -> Tile:
     return Tile(MAX_CHAIN, keys, min(max(4, 2048 // keys), block(value_dim)), num_warps=1)
 
 
-def tree_tile(num_nodes: int, value_dim: int, is_exact: bool = True) -> Tile:
+def tree_tile(num_nodes: int, value_dim: int, is_exact: bool = True, num_states: int = MANY_STATES) -> Tile:
     """Choose the tile for larger trees: nodes stay in registers, 16 keys of the state at a time; with 32 they spill.
 
     Products that are not exact run on tensor cores, where a warp has 16 nodes: more warps would repeat its products.
+    ``num_states``: heads of all rows. On an H200, of blocks of 16, 32 and 64 values and 1, 2 and 4 warps, those of 64
+    on one warp took two thirds of the time of the next for 1024 states and more, and 1.1 times that of 32 for 32.
     """
     nodes = block(num_nodes)
     if nodes > 32:
         return Tile(nodes, 16, 16, num_warps=8)
     if is_exact:
         return Tile(nodes, 16, block(value_dim, 32), num_warps=4)
-    return Tile(nodes, 16, block(value_dim, 32), num_warps=nodes // 16)
+    values = 64 if nodes == 16 and num_states >= MANY_STATES else 32
+    return Tile(nodes, 16, block(value_dim, values), num_warps=nodes // 16)
 
 
 def extend_tile(key_dim: int, value_dim: int) -> Tile:
-    """Choose the tile for known tokens: 32 at a time."""
+    """Choose the tile for known tokens: 32 at a time.
+
+    Products in parts spill registers in it, and of 14 tiles on an H200 it was the fastest all the same.
+    """
     return Tile(32, block(key_dim, 32), block(value_dim, 32), num_warps=4)
 
 
@@ -157,7 +165,15 @@ def tree_verify_snapshots(
 
 
 def extend_in_place(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, lengths: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    model_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Run known tokens through the recurrence, from the states in slots, which are left advanced.
 
@@ -169,6 +185,7 @@ def extend_in_place(
             largest finite number.
         slots: [B] int64, distinct but for 0, which is padding: not read, not written.
         lengths: [B] int64; tokens from lengths[b] on are padding.
+        model_dtype: of 16 bits, products run in parts of bfloat16.
 
     Returns:
         Output [B, L, Hv, V]; zeros on padding and for rows of slot 0.
@@ -178,13 +195,17 @@ def extend_in_place(
     out, (batch, num_tokens, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
     if out.numel() == 0:
         return out
+    parts = parts_of(model_dtype, v.device)
     kernel, tile = kernels.extend_kernel, extend_tile(key_dim, value_dim)
-    is_exact = states.dtype is torch.float32
-    work = None if is_exact else torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=v.device)
+    work = (
+        None
+        if states.dtype is torch.float32
+        else torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=v.device)
+    )
     kernel[_grid(tile, batch, heads, value_dim)](
         *(q, k, v, g, beta, out, states, work, slots, lengths, num_tokens),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *states.stride()[:3]),
-        **constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
+        **constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2], parts),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -214,10 +235,10 @@ def _tree_verify(
     else:
         is_exact = buffers.conv_inputs.dtype is torch.float32 or num_nodes > MAX_SPLIT
         if not is_exact:
-            parts = "wide" if v.is_cpu else "bf16"
+            parts = parts_of(torch.bfloat16, v.device)
         if t.folds is None and not is_exact:  # a kernel that cannot fold gets more registers, and runs in fewer blocks
             operands = (*operands[:-1], torch.zeros(batch, dtype=torch.bool, device=v.device))
-        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, is_exact)
+        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, is_exact, batch * heads)
         ancestors = t.ancestors if t.ancestors.stride(2) == 1 else t.ancestors.contiguous()
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         sizes = num_nodes, t.node_offset, padding_slot
@@ -268,9 +289,14 @@ def variants() -> list[Variant]:
         _variant("tree_verify N=8 split", tree, tree_tile(8, 128, False), "bf16", 128, nodes=8, is_exact=False),
         _variant("tree_verify N=16 split", tree, tree_tile(16, 128, False), "fp32", 128, nodes=16, is_exact=False),
         _variant("tree_verify N=16 split", tree, tree_tile(16, 128, False), "fp32", 256, nodes=16, is_exact=False),
+        _variant(
+            "tree_verify few N=16 split", tree, tree_tile(16, 128, False, 32), "bf16", 128, nodes=16, is_exact=False
+        ),
         _variant("tree_verify N=32 split", tree, tree_tile(32, 128, False), "fp32", 128, nodes=32, is_exact=False),
         _variant("extend", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128),
         _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
+        _variant("extend split", kernels.extend_kernel, extend_tile(128, 128), "fp32", 128, is_exact=False),
+        _variant("extend split", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128, is_exact=False),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
     ]
 

@@ -16,7 +16,7 @@ class _Product(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
-SCALED_SIZES = 16  # what all sizes of PyTorch's product in FP8 are multiples of here
+SCALED_SIZES = 16  # what N and K of PyTorch's product in FP8 are multiples of
 LARGEST_E4M3 = 448.0
 _ROWS_AT_ONCE = 4096  # of a weight that is quantized: float32 copies of all rows would need several times its memory
 
@@ -97,13 +97,11 @@ class ScaledWeight:
             return x.new_empty(*x.shape[:-1], self._weight.shape[1])
         rows = x.reshape(-1, x.shape[-1])
         largest = rows.abs().amax(1, keepdim=True).float()
-        scale = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST_E4M3)
+        divisor = torch.full_like(largest, LARGEST_E4M3)  # by a Python number, a GPU multiplies by its reciprocal
+        scale = torch.where(largest == 0, torch.ones_like(largest), largest / divisor)
         codes = (rows.float() / scale).to(torch.float8_e4m3fn)
-        if missing := -len(rows) % SCALED_SIZES:  # on sm_90, torch 2.11 gave the last of 33 rows a wrong result
-            codes = torch.cat((codes, codes.new_zeros(missing, codes.shape[1])))
-            scale = torch.cat((scale, scale.new_ones(missing, 1)))
         y: Tensor = torch._scaled_mm(codes, self._weight, scale, self._scale, out_dtype=x.dtype)
-        return y[: len(rows)].view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], -1)
 
 
 class ShapeOfCodes:

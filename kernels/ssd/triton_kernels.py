@@ -8,7 +8,13 @@ records or nodes: a float32 product holds its operands in registers, and so must
 import triton
 import triton.language as tl
 
-from specmamba.kernels.state_records.triton_kernels import add_one_by_one, decay_behind, decays_to_last, path_decay
+from specmamba.kernels.state_records.triton_kernels import (
+    add_one_by_one,
+    decay_behind,
+    decays_to_last,
+    path_decay,
+    product,
+)
 
 
 @triton.jit
@@ -112,7 +118,7 @@ def _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES: tl.const
 @triton.jit
 def _scores(
     c, i, c_node_stride, num_nodes, b, j, b_stride, num_b,
-    STATE_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, RECORDS: tl.constexpr,
+    STATE_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, RECORDS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Products of C of nodes i with B of nodes or records j, [I, J], and NaN for each j that is not finite, [J]."""
     scores, flaws = tl.zeros([NODES, RECORDS], tl.float32), tl.zeros([RECORDS], tl.float32)
@@ -121,7 +127,7 @@ def _scores(
         of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
         of_b = _vectors(b, j, b_stride, lanes, num_b, STATE_DIM)
         flaws += tl.sum(_flaw(of_b), axis=1)
-        scores += tl.dot(of_c, tl.trans(_finite(of_b)), input_precision="ieee")
+        scores += product(of_c, tl.trans(_finite(of_b)), PARTS)
     return scores, flaws
 
 
@@ -150,6 +156,7 @@ def tree_verify(
     kept_u_row_stride, kept_u_record_stride, kept_u_head_stride, kept_decay_row_stride, kept_decay_record_stride,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
     NODES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, RECORDS: tl.constexpr,
+    PARTS: tl.constexpr,  # of products: see ``product``
 ):  # fmt: skip
     """Up to NODES nodes at once, every sum a matrix product; ``rows`` and ``slots`` None: those of the batch itself."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -188,7 +195,7 @@ def tree_verify(
             tl.store(place, stored, mask=in_state)
             state = stored.to(tl.float32)
         of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
-        total += tl.dot(of_c, state, input_precision="ieee")
+        total += product(of_c, state, PARTS)
     decay = _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES)  # from the pending records on
     total *= tl.exp(decay + tl.where(is_folding, 0.0, last_decay))[:, None]
 
@@ -198,12 +205,12 @@ def tree_verify(
         of_u = _vectors(u, j, u_node_stride, columns, num_nodes, HEAD_DIM)
         between = _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES, RECORDS)
         scores, flaws = _scores(
-            c, i, c_node_stride, num_nodes, b, j, b_node_stride, num_nodes, STATE_DIM, NODES, LANES, RECORDS
+            c, i, c_node_stride, num_nodes, b, j, b_node_stride, num_nodes, STATE_DIM, NODES, LANES, RECORDS, PARTS
         )
         flaws += tl.sum(_flaw(of_u), axis=1) + _flaw(own)
         of_u, is_seen = _finite(of_u), _sees(ancestors, i, j, num_nodes)
         weights = scores * between + tl.where(is_seen, flaws[None, :], 0.0)
-        total += tl.dot(weights, of_u, input_precision="ieee")
+        total += product(weights, of_u, PARTS)
 
         record = (node_offset + j).to(tl.int64)
         in_record = (j < num_nodes)[:, None] & in_columns[None, :]
@@ -219,9 +226,21 @@ def tree_verify(
         between = tl.exp(decay[:, None] + to_last[None, :])
         of_u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM)
         scores, _ = _scores(
-            c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending, STATE_DIM, NODES, LANES, RECORDS
+            c,
+            i,
+            c_node_stride,
+            num_nodes,
+            kept_b,
+            j,
+            kept_b_record_stride,
+            pending,
+            STATE_DIM,
+            NODES,
+            LANES,
+            RECORDS,
+            PARTS,
         )
-        total += tl.dot(scores * between, of_u, input_precision="ieee")
+        total += product(scores * between, of_u, PARTS)
     tl.store(out, total, mask=in_out)
 
 

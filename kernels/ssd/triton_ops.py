@@ -13,10 +13,12 @@ from torch import Tensor
 from specmamba.kernels.gpu import Variant, Work, dense, next_power_of_2
 from specmamba.kernels.ssd import triton_kernels
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
-from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, parts_of
 
+MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
+EXTENDS_IN_PARTS = False  # products of prompts are exact for all models
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,30 @@ class Tile:
     num_stages: int = 1
 
 
-def constexprs(tile: Tile, state_dim: int, head_dim: int) -> dict[str, int]:
-    """Constants of a launch over states [S, P]."""
+def constexprs(tile: Tile, state_dim: int, head_dim: int, parts: str = "") -> dict[str, Any]:
+    """Constants of a launch over states [S, P]; ``parts`` of products, of kernels that have any."""
     blocks = {name.upper(): size for name, size in asdict(tile).items() if size and not name.startswith("num_")}
-    return {"STATE_DIM": state_dim, "HEAD_DIM": head_dim, **blocks}
+    return {"STATE_DIM": state_dim, "HEAD_DIM": head_dim, **blocks} | ({"PARTS": parts} if parts else {})
 
 
-def verify_tile(num_nodes: int, state_dim: int, head_dim: int) -> Tile:
-    """Choose the tile for trees of up to MAX_NODES nodes; one node has its own kernel, without matrix products."""
+def verify_tile(
+    num_nodes: int, state_dim: int, head_dim: int, is_exact: bool = True, num_states: int = MANY_STATES
+) -> Tile:
+    """Choose the tile for trees of up to MAX_NODES nodes; one node has its own kernel, without matrix products.
+
+    ``is_exact``: products are; ``num_states``: heads of all rows. Up to 16 nodes: the fastest of 14 tiles on an H200.
+    """
     state, head = _at_least(state_dim), _at_least(head_dim)
     if num_nodes == 1:
         return Tile(columns=min(head, 32 if state <= 128 else 16), lanes=state, records=16)
     nodes = _at_least(num_nodes)
-    return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=4 if nodes == LEAST else 8)
+    if nodes > LEAST:
+        return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=8)
+    if is_exact:
+        return Tile(columns=min(head, 64), lanes=16, nodes=nodes, records=16)
+    if num_states < MANY_STATES:
+        return Tile(columns=min(head, 32), lanes=min(state, 64), nodes=nodes, records=16)
+    return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=1)
 
 
 def chain_tile(state_dim: int, head_dim: int) -> Tile:
@@ -90,7 +103,8 @@ def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Bu
         u: [B, N, H, P] float32, dt x; H a multiple of G.
         g: [B, N, H] float32, log decay.
         buffers: ``states`` [slots, H, S, P] of any float dtype; k [rows, R, G, S], u [rows, R, H, P] and decay
-            [rows, R, H]. Others are not read.
+            [rows, R, H]. Of ``conv_inputs`` the dtype alone: for models in 16 bits products of trees run in parts of
+            bfloat16. Others are not read.
         trees: ``conv_index`` is not read.
 
     Returns:
@@ -100,7 +114,7 @@ def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Bu
         ValueError: there are more nodes.
     """
     records = buffers.k, buffers.u, buffers.decay
-    return _verify((c, b, u, g), buffers.states, records, trees.rows, trees.slots, trees)
+    return _verify((c, b, u, g), buffers.states, records, trees.rows, trees.slots, trees, buffers.conv_inputs.dtype)
 
 
 def tree_verify(
@@ -112,17 +126,18 @@ def tree_verify(
     records: Records,
     placement: TreePlacement,
     is_chain: bool = False,
+    model_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, N <= 64, the state in any float dtype.
 
-    ``is_chain`` says that all trees are chains without padding, as in ``Trees``.
+    ``is_chain`` says that all trees are chains without padding, as in ``Trees``; ``model_dtype`` chooses products.
 
     Raises:
         ValueError: there are more nodes.
     """
     nowhere = torch.empty(0, dtype=torch.int64, device=u.device)
     trees = Trees(nowhere, nowhere, nowhere, *placement, is_chain=is_chain)
-    return _verify((c, b, u, g), dense(state), records, None, None, trees)
+    return _verify((c, b, u, g), dense(state), records, None, None, trees, model_dtype)
 
 
 def extend_in_place(
@@ -187,6 +202,7 @@ def _verify(
     rows: Tensor | None,
     slots: Tensor | None,
     trees: Trees,
+    model_dtype: torch.dtype,
 ) -> Tensor:
     """Launch a verify. Rows and slots None: row b of the batch uses row b of records and states; no padding."""
     c, b, u, g = (dense(x) for x in tokens)
@@ -197,7 +213,8 @@ def _verify(
     if out.numel() == 0:
         return out
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (states, *records)), "columns of pools must be contiguous"
-    tile, per_group = verify_tile(nodes, state_dim, head_dim), heads // b.shape[2]
+    parts, per_group = parts_of(model_dtype, u.device), heads // b.shape[2]
+    tile = verify_tile(nodes, state_dim, head_dim, parts == "none", len(u) * heads)
     (kept_b, kept_u, kept_decay), t, of_states = records, trees, states.stride()[:3]
     sizes = constexprs(tile, state_dim, head_dim) | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     kept = (*kept_b.stride()[:3], *kept_u.stride()[:3], *kept_decay.stride()[:2])
@@ -219,6 +236,7 @@ def _verify(
             num_stages=tile.num_stages,
         )
         return out
+    sizes["PARTS"] = parts
     triton_kernels.tree_verify[_grid(tile, out)](
         *(c, b, u, g, out, states, *records, t.ancestors.contiguous(), rows, slots, t.num_pending, t.folds),
         *(t.node_offset, nodes, per_group, *c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2]),
@@ -244,23 +262,32 @@ def variants() -> list[Variant]:
         _verify_variant("fp32", 8, 128, 64),
         _verify_variant("bf16", 16, 256, 64),
         _verify_variant("fp32", 64, 128, 64),
+        _verify_variant("fp32", 8, 128, 64, parts="bf16"),
+        _verify_variant("fp32", 64, 256, 64, parts="bf16"),
         _extend_variant("fp32", 128, 64),
         _extend_variant("bf16", 256, 64),
         _snapshots_variant(128, 64),
     ]
 
 
-def _verify_variant(state: str, nodes: int, state_dim: int, head_dim: int, is_chain: bool = False) -> Variant:
+def _verify_variant(
+    state: str, nodes: int, state_dim: int, head_dim: int, is_chain: bool = False, parts: str = "none"
+) -> Variant:
     kernel = triton_kernels.root_verify if nodes == 1 else triton_kernels.tree_verify
     types = {"rows": "*i64", "slots": "*i64", "num_pending": "*i64", "folds": "*i1", "ancestors": "*i1"}
-    name, tile = f"tree_verify {state} N={nodes} S={state_dim} P={head_dim}", verify_tile(nodes, state_dim, head_dim)
+    name, tile = (
+        f"tree_verify {state} N={nodes} S={state_dim} P={head_dim}",
+        verify_tile(nodes, state_dim, head_dim, parts == "none"),
+    )
+    name = name if parts == "none" else name.replace("tree_verify", "tree_verify split")
     if is_chain:
         kernel, tile = triton_kernels.chain_verify, chain_tile(state_dim, head_dim)
         name = name.replace("tree_verify", "tree_verify chain")
-    made = _variant(name, kernel, tile, constexprs(tile, state_dim, head_dim), types | {"states": f"*{state}"})
+    sizes = constexprs(tile, state_dim, head_dim, parts if kernel is triton_kernels.tree_verify else "")
+    made = _variant(name, kernel, tile, sizes, types | {"states": f"*{state}"})
     # count and BLOCK_RECORDS: names in functions of state_records
-    sizes = {"num_nodes": nodes, "pending": COUNTED_PENDING, "count": COUNTED_PENDING, "BLOCK_RECORDS": tile.records}
-    work = Work(head_dim // tile.columns, sizes)
+    trips = {"num_nodes": nodes, "pending": COUNTED_PENDING, "count": COUNTED_PENDING, "BLOCK_RECORDS": tile.records}
+    work = Work(head_dim // tile.columns, trips)
     return replace(made, work=work) if is_chain else made
 
 
@@ -276,7 +303,7 @@ def _snapshots_variant(state_dim: int, head_dim: int) -> Variant:
     return _variant(name, triton_kernels.tree_verify_snapshots, tile, sizes, {"parents": "*i64"})
 
 
-def _variant(name: str, kernel: Any, tile: Tile, sizes: dict[str, int], types: Mapping[str, str]) -> Variant:
+def _variant(name: str, kernel: Any, tile: Tile, sizes: dict[str, Any], types: Mapping[str, str]) -> Variant:
     """Arguments without a type are float32 tensors, or integers; strides over heads need not be aligned."""
     floats = ("c", "b", "u", "g", "out", "state", "snapshots", "kept_b", "kept_u", "kept_decay")
     known = dict.fromkeys(floats, "*fp32") | dict(types) | dict.fromkeys(sizes, "constexpr")

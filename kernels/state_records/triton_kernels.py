@@ -26,6 +26,24 @@ def as_stored(state, dtype: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, PARTS: tl.constexpr):
+    """a b with sums in float32, of float32 operands: exact ("none"), or as products of parts in bfloat16 ("bf16").
+
+    x = high + low + rest, both parts in bfloat16: what is left out, rests and low times low, is below 2^-15 of a term.
+    "wide": with the same parts as float32 numbers, for Triton's interpreter, which cannot multiply bfloat16.
+    """
+    if PARTS == "none":
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        if PARTS == "wide":
+            a_high, a_low = a_high.to(tl.float32), a_low.to(tl.float32)
+            b_high, b_low = b_high.to(tl.float32), b_low.to(tl.float32)
+        return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
+
+
+@triton.jit
 def path_decay(decay, count, record_stride, BLOCK_RECORDS: tl.constexpr):
     """Log decay from a checkpoint to the last of its ``count`` pending records, 0 where nothing is pending."""
     total = 0.0

@@ -45,6 +45,13 @@ def block(size: int, most: int | None = None) -> int:
     return enough if most is None else min(most, enough)
 
 
+def parts_of(model_dtype: torch.dtype, device: torch.device) -> str:
+    """How products of a model are computed, see ``triton_kernels.product``: those of 16 bits in parts of bfloat16."""
+    if model_dtype is torch.float32:
+        return "none"
+    return "wide" if device.type == "cpu" else "bf16"
+
+
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """One launch, for operands of any strides; states are computed in float32."""
     batch, heads, key_dim, value_dim = state.shape

@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import torch
 
-import specmamba
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
@@ -31,6 +30,7 @@ from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import DraftKind, LoadedModel, Models
+from specmamba.version import __version__
 
 # The names of layers, in the order in which they are listed.
 KINDS: dict[type, str] = {
@@ -304,7 +304,7 @@ def describe_engine(
         "prefix_cache_eviction": config.cache_eviction,
         **_describe_tiers(config),
         "versions": {
-            "specmamba": specmamba.__version__,
+            "specmamba": __version__,
             "torch": torch.__version__,
             "transformers": version("transformers"),
             "python": platform.python_version(),

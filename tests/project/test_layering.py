@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "errors",
         "trees",
         "processes",
+        "version",
     ),
     ("cache", "parallel", "templates"),
     ("checkpoints", "layers"),

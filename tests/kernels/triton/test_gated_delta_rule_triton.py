@@ -409,10 +409,12 @@ class Run:
         self.states = make_state(7, heads, seed=20).to(dtype)
         self.states[[0, 3, 4]] = torch.nan
 
-    def run(self, device: str) -> tuple[Tensor, Tensor]:
+    def run(self, device: str, model_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         states = self.states.to(device, copy=True)
         places = states, self.slots.to(device), self.lengths.to(device)
-        return triton_ops.extend_in_place(*(x.to(device) for x in self.tokens), *places).cpu(), states.cpu()
+        return triton_ops.extend_in_place(
+            *(x.to(device) for x in self.tokens), *places, model_dtype
+        ).cpu(), states.cpu()
 
     def check(self, out: Tensor, states: Tensor) -> None:
         kept, rounding = torch.ones(7, dtype=torch.bool), max(2e-5, torch.finfo(states.dtype).eps)
@@ -436,6 +438,23 @@ def test_extend_in_place(heads: tuple[int, int, int, int], dtype: str, gpu_devic
     case.check(out, states)
     padding = torch.arange(71) >= case.lengths.masked_fill(case.slots == 0, 0)[:, None]
     assert torch.equal(out[padding], torch.zeros_like(out[padding]))
+
+
+def test_extend_of_16_bit_models(gpu_device: str) -> None:
+    """Products in parts of bfloat16: on four chunks behind each other, errors stay below 2^-13 of the largest."""
+    case = Run((1, 2, 64, 24))
+    exact, split = case.run(gpu_device), case.run(gpu_device, torch.bfloat16)
+    row, count, slot = 3, int(case.lengths[3]), int(case.slots[3])
+    tokens = Tokens(*(x[row : row + 1].double() for x in case.tokens))
+    want, state = reference.extend(*tokens, case.states[slot][None].double(), case.lengths[row : row + 1])
+    for of_exact, of_split, right in (
+        (exact[0][row, :count], split[0][row, :count], want[0, :count]),
+        (exact[1][slot], split[1][slot], state[0]),
+    ):
+        errors = [float((x.double() - right).abs().max() / right.abs().max()) for x in (of_exact, of_split)]
+        assert errors[0] < errors[1] < 2**-13
+    padding = torch.arange(71) >= case.lengths.masked_fill(case.slots == 0, 0)[:, None]
+    assert torch.equal(split[0][padding], torch.zeros_like(split[0][padding]))
 
 
 def test_extend_ends_at_the_largest_number_of_float16(gpu_device: str) -> None:

@@ -340,3 +340,15 @@ def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: p
     operands = ExtendOperands(state, state, RowSet.of([0], state.device), torch.tensor([1]))
     monkeypatch.setattr(gpu, "can_launch", lambda *_: can_launch)
     assert operator_of(ssd.advance).choose(*tokens, operands) == ("triton" if can_launch else "torch")
+
+
+@pytest.mark.parametrize("nodes", [7, 20])
+def test_products_of_16_bit_models_run_in_parts(nodes: int, gpu_device: str) -> None:
+    """Outputs are off by far less than numbers of 16 bits are, 2^-9; records, which are inputs, stay exact."""
+    case = Case((2, 4, 40, 24), nodes, [0, 18, 5], shapes=("bushy", "binary", "padded"))
+    exact, of_exact = case.run(gpu_device)
+    case.buffers = replace(case.buffers, conv_inputs=case.buffers.conv_inputs.bfloat16())
+    split, of_split = case.run(gpu_device)
+    assert 0 < float((split - exact).abs().max() / exact.abs().max()) < 2**-14
+    for mine, right in ((of_split.k, of_exact.k), (of_split.u, of_exact.u), (of_split.decay, of_exact.decay)):
+        assert torch.equal(mine.nan_to_num(9.0), right.nan_to_num(9.0))

@@ -175,7 +175,7 @@ def test_everything_moves(page: Page) -> None:
         )
     for _ in range(100):  # a chart is drawn some frames after it has its points
         sums = sums_of_pixels(page)
-        if all(now > then for now, then in zip(sums, empty, strict=True)):
+        if all(now != then for now, then in zip(sums, empty, strict=True)):  # labels of axes give way: not always more
             break
         page.wait_for_timeout(100)
     else:
