@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
     from specmamba.generate_config import GenerateConfig
     from specmamba.sampling_params import SamplingParams
+    from specmamba.server_config import ServerConfig
 
 _REQUEST_ID = "generate"
 
@@ -153,7 +154,15 @@ def _serve(arguments: list[str]) -> int:
         listener = listen(config.host, config.port)  # before what takes seconds to import
         from specmamba.server.serve import run_server
 
-        return run_server(config, lambda: _build_engine(config), listener)
+        return run_server(config, lambda: _build_server_engine(config), listener)
+
+
+def _build_server_engine(config: ServerConfig) -> Engine:
+    if config.dp_size == 1:
+        return _build_engine(config)
+    from specmamba.replicas.replicated_engine import ReplicatedEngine
+
+    return ReplicatedEngine(config)
 
 
 def _build_engine(config: EngineConfig) -> Engine:

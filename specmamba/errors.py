@@ -99,6 +99,10 @@ class RankLostError(SpecmambaError):
     """A process that has a part of the model has ended, or has stopped: nothing can be computed without it."""
 
 
+class ReplicaLostError(SpecmambaError):
+    """No replica of the model is left, and none can be started."""
+
+
 class GrammarError(SpecmambaError):
     """A text cannot go on within its grammar.
 

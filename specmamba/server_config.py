@@ -91,6 +91,9 @@ class ServerConfig(EngineConfig):
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000
+    dp_size: Annotated[
+        int, Field(ge=1, le=64, description="copies of the model behind this port, each in a process of its own")
+    ] = 1
     api_key: Annotated[
         ApiKeys, Field(description="ask every client for this key (Authorization: Bearer ...); may be given again")
     ] = ()

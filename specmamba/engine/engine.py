@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
+from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text, take_sample
 from specmamba.engine.loading import (
     identity_of,
     keep_freed_memory,
@@ -253,11 +254,16 @@ class Engine:
         except RequestError as error:
             raise RequestError(str(error), "prediction") from None
 
+    @property
+    def draft_algorithm(self) -> str:
+        """What drafts: the name of ``--speculative-algorithm``, or "none"."""
+        return self.draft_plan.algorithm
+
     def check_prediction(self, predicted_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError if this engine, or this request, cannot draft from a given text."""
         if not predicted_ids:
             return
-        algorithm = self.draft_plan.algorithm
+        algorithm = self.draft_algorithm
         if algorithm in ("none", "draft-model"):
             what = "drafts nothing" if algorithm == "none" else "drafts with a model of its own"
             raise RequestError(
@@ -406,6 +412,18 @@ class Engine:
         """Numbers of one tenant's requests now, and since the start."""
         spec = self._spec_of.get(tenant, SpecStats())
         return self.scheduler.stats_of(tenant, spec)
+
+    def sample(self, views: Collection[View], max_nodes: int) -> EngineSample:
+        """Figures and drafts for some views, and at most ``max_nodes`` cached prefixes of each; 0: none."""
+        return take_sample(self, views, max_nodes)
+
+    def cache_report(self, view: View) -> dict[str, object]:
+        """Settings of the prefix cache and the figures that a view may see, ready for JSON."""
+        return cache_report(self, view)
+
+    def cache_text(self, view: View) -> str:
+        """The tree of the prefix cache as text, as far as a view may see it."""
+        return cache_text(self, view)
 
     def watch_drafts(self, views: Sequence[View]) -> None:
         """Keep the first draft of every step that each view shows; it costs a read of the device per step and view."""

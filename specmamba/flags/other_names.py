@@ -35,7 +35,6 @@ class Fixed:
 
 
 _WHOLE_LAYERS = "there is one pipeline here: --tp-size divides every layer"
-_ONE_REPLICA = "a server has one copy of a model here: start a server for each"
 _OWN_TOKENIZER = "the tokenizer is the one in the model's folder: put its files there, or give --skip-tokenizer-init"
 _NO_SWAP = (
     "nothing is moved between memories here: choose smaller weights (--quantization) or pools (--max-total-tokens)"
@@ -56,8 +55,8 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "tp": Renamed("tp_size"),
     "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),
     "pp_size": Fixed((1,), _WHOLE_LAYERS),
-    "data_parallel_size": Fixed((1,), _ONE_REPLICA),
-    "dp_size": Fixed((1,), _ONE_REPLICA),
+    "data_parallel_size": Renamed("dp_size"),
+    "dp": Renamed("dp_size"),
     "trust_remote_code": Fixed(
         (False,), "no code of a checkpoint is run here; specmamba info says which architectures there are", True
     ),

@@ -189,22 +189,33 @@ class GrammarCompiler:
             return failure
 
     def _compile(self, job: Job) -> CompiledGrammar:
-        import xgrammar
-
         if self._worker is None:
-            self._tokenizer_info = xgrammar.TokenizerInfo(
-                token_bytes(self._tokenizer, self._vocab_size),
-                vocab_size=self._vocab_size,
-                stop_token_ids=self._eos_token_ids,
-            )
+            self._tokenizer_info = vocabulary_of(self._tokenizer, self._vocab_size, self._eos_token_ids)
             line = self._tokenizer_info.serialize_json().encode() + b"\n"
             with self._changed:
                 self._worker = WorkerProcess(line, self._timeout_s)
                 if self._is_closed:
                     self._worker.close()
         text = self._worker.compile(job.spec, lambda: job.is_wanted)
-        compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer_info)
-        return CompiledGrammar(job.spec, compiled, len(text))
+        return CompiledGrammar(job.spec, deserialized(text, self._tokenizer_info), len(text))
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    """The vocabulary for which grammars are compiled, xgrammar's ``TokenizerInfo``."""
+    import xgrammar
+
+    return xgrammar.TokenizerInfo(
+        token_bytes(tokenizer, vocab_size),
+        vocab_size=vocab_size,
+        stop_token_ids=[token for token in eos_token_ids if token < vocab_size],
+    )
+
+
+def deserialized(text: str, vocabulary: Any) -> Any:
+    """A compiled grammar, xgrammar's ``CompiledGrammar``, from its serialized form."""
+    import xgrammar
+
+    return xgrammar.CompiledGrammar.deserialize_json(text, vocabulary)
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("draft",),
     ("engine",),
     ("calls",),
-    ("local_engine",),
+    ("local_engine", "replicas"),
     ("llm", "async_llm"),
     ("__init__",),
     ("server",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from specmamba.cache.kv_pool import PageAllocator
@@ -248,6 +248,10 @@ class MambaRadixCache:
         """Note that a request goes on from a spare state, which is one like others now."""
         node.is_spare = False
         self._tree.spare.pop(node, None)
+
+    def nodes_with_state(self) -> Collection[Node]:
+        """Return all nodes with a state, in no order, without a walk through the tree."""
+        return self._tree.state_nodes.values()
 
     def state_nodes(self) -> list[Node]:
         """Return all nodes with a state, parents before their children."""

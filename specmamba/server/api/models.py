@@ -106,7 +106,7 @@ class ServerInfo(BaseModel):
     context_length: int
     page_size: int
     tp_size: int
-    dp_size: Literal[1] = 1
+    dp_size: int
     disaggregation_mode: Literal["null"] = "null"
     max_running_requests: int
     max_total_num_tokens: int | None
@@ -174,6 +174,7 @@ def _server_info(service: Service, stats: EngineStats | None, uptime_s: float) -
         context_length=service.context_length,
         page_size=config.page_size,
         tp_size=config.tp_size,
+        dp_size=config.dp_size,
         max_running_requests=most,
         max_total_num_tokens=num_tokens,
         max_total_tokens=num_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
@@ -174,7 +173,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
         """
         view = view_of(request.scope)
         if query.format == "text":
-            return PlainTextResponse(await between_steps(service.engine, lambda engine: _tree(engine, view)) + "\n")
+            return PlainTextResponse(await between_steps(service.engine, lambda engine: engine.cache_text(view)) + "\n")
         report = await between_steps(service.engine, lambda engine: _report(engine, view))
         return Response(report.model_dump_json(), media_type="application/json")
 
@@ -203,20 +202,4 @@ async def between_steps(engine: EngineThread, function: Callable[[Engine], T]) -
 
 
 def _report(engine: Engine, view: View) -> CacheReport | OwnCacheReport:
-    config, cache = engine.config, engine.cache_manager.cache
-    tracks = config.mamba_radix_cache_strategy == "extra_buffer"
-    settings = {
-        "enabled": engine.cache_manager.is_on,
-        "strategy": config.mamba_radix_cache_strategy,
-        "track_interval": config.mamba_track_interval if tracks else None,
-    }
-    if view.is_whole:
-        return CacheReport.model_validate(settings | cache.summary())
-    own = {"policy": cache.policy, **asdict(cache.requests_of(view.tenant))}
-    return OwnCacheReport.model_validate(settings | own)
-
-
-def _tree(engine: Engine, view: View) -> str:
-    if not engine.cache_manager.is_on:
-        return "the prefix cache is off (--disable-radix-cache)"
-    return engine.cache_manager.cache.render_text(view=view)
+    return (CacheReport if view.is_whole else OwnCacheReport).model_validate(engine.cache_report(view))

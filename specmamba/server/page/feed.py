@@ -14,17 +14,18 @@ from specmamba.errors import EngineStoppedError
 from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.page.samples import (
-    Sample,
+    MAX_TREE_NODES,
     as_json,
     draft_event,
+    drafts_of,
     stats_event,
-    take_sample,
     tenant_stats_event,
     tree_event,
 )
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
+    from specmamba.engine.engine_sample import EngineSample
 
 logger = logging.getLogger("specmamba")
 
@@ -170,17 +171,18 @@ class Feed:
             outlines |= sample.outlines
             await asyncio.sleep(INTERVAL_S)
 
-    def _publish_sample(self, view: View, sample: Sample) -> None:
+    def _publish_sample(self, view: View, sample: EngineSample) -> None:
         if view.is_whole:
             self._publish(view, "stats", stats_event(sample, self._service.metrics, time.time()))
         elif view in sample.tenants:
             self._publish(view, "stats", tenant_stats_event(sample.tenants[view], time.time()))
-        if drafts := sample.drafts_of(view):
+        if drafts := drafts_of(sample, view):
             self._publish(view, "draft", draft_event(drafts, self._service.tokenizer))
 
-    async def _sample(self, with_outlines: bool) -> Sample:
+    async def _sample(self, with_outlines: bool) -> EngineSample:
         views = tuple(self._latest)
-        future = asyncio.wrap_future(self._engine.call(lambda engine: take_sample(engine, views, with_outlines)))
+        max_nodes = MAX_TREE_NODES if with_outlines else 0
+        future = asyncio.wrap_future(self._engine.call(lambda engine: engine.sample(views, max_nodes)))
         waited = 0.0
         try:
             while not (await asyncio.wait({future}, timeout=BUSY_AFTER_S))[0]:

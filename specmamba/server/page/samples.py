@@ -8,57 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from specmamba.cache.prefix.inspection import CacheStats, Outline, OutlineNode, View
 from specmamba.core import DraftView, SpecStats
 from specmamba.server.api.tokenization import token_string
 from specmamba.server.observe.metrics import Histogram, ServerMetrics, accepted_per_position
-from specmamba.verify.record_buffers import RecordBuffers
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
-    from specmamba.engine.scheduler import EngineStats, TenantStats
+    from specmamba.engine.engine_sample import EngineSample
+    from specmamba.engine.scheduler import TenantStats
     from specmamba.models.text.tokenizer import Tokenizer
 
 MAX_DRAFTS, MAX_TREE_NODES = 8, 160
 MAX_TEXT = 80  # characters of a node of the prefix cache
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What the sampler reads of the engine between two steps."""
-
-    stats: EngineStats
-    tenants: Mapping[View, TenantStats]  # of the views that are not whole
-    drafts: tuple[DraftView, ...]  # since the previous sample, the newest last
-    num_pending: int  # records in the speculation buffers
-    num_records: int  # capacity of the speculation buffers; 0 without records
-    outlines: Mapping[View, Outline]  # empty: not requested
-
-    def drafts_of(self, view: View) -> tuple[DraftView, ...]:
-        """The newest drafts that a view shows."""
-        return tuple(draft for draft in self.drafts if view.shows(draft.tenant))[-MAX_DRAFTS:]
-
-
-def take_sample(engine: Engine, views: Collection[View], with_outlines: bool) -> Sample:
-    """Read the engine, on its thread.
-
-    Cheap: a few sums, and for each view at most ``MAX_TREE_NODES`` nodes of the prefix cache.
-    """
-    records = engine.pools.state_buffers
-    num_pending, num_records = 0, 0
-    if isinstance(records, RecordBuffers):
-        num_pending, num_records = records.num_pending, records.num_records
-    return Sample(
-        engine.stats(),
-        {view: engine.stats_of(view.tenant) for view in views if not view.is_whole},
-        tuple(draft for draft in engine.last_drafts() if len(draft.tokens) > 1),
-        num_pending,
-        num_records,
-        {view: engine.cache_manager.cache.outline(MAX_TREE_NODES, view) for view in views} if with_outlines else {},
-    )
+def drafts_of(sample: EngineSample, view: View) -> tuple[DraftView, ...]:
+    """The newest drafts that a view shows."""
+    return tuple(draft for draft in sample.drafts if view.shows(draft.tenant))[-MAX_DRAFTS:]
 
 
 def as_json(value: Mapping[str, Any]) -> str:
@@ -66,7 +35,7 @@ def as_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def stats_event(sample: Sample, metrics: ServerMetrics, now: float) -> dict[str, Any]:
+def stats_event(sample: EngineSample, metrics: ServerMetrics, now: float) -> dict[str, Any]:
     """Queues, pools, and all counters since the start; ``now`` in seconds since 1970."""
     stats = sample.stats
     return {

@@ -1,0 +1,217 @@
+"""The program of a replica: an engine that does what the server tells it, over a connection that it inherits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specmamba.cache.tiers.prefix_hash import PrefixHasher
+from specmamba.config import EngineConfig
+from specmamba.engine.mirror.start import build_engine
+from specmamba.errors import QueueFullError, RequestError, SpecmambaError
+from specmamba.grammar import CompiledGrammar
+from specmamba.grammar.compiler import deserialized, vocabulary_of
+from specmamba.parallel.messages import Messages
+from specmamba.replicas.wire import SentRequest, dump_deltas, dump_sample, dump_stats, load_view
+
+if TYPE_CHECKING:
+    from specmamba.cache.prefix.node import Node
+    from specmamba.engine.engine import Engine
+
+logger = logging.getLogger("specmamba")
+
+BEAT_S = 0.5
+PUBLISH_S = 0.25  # between two publications of figures, and of prefixes, while requests run
+
+
+class ReplicaProgram:
+    """Runs an engine for the server until the connection ends."""
+
+    def __init__(self, engine: Engine, link: Messages, secret: bytes) -> None:
+        """``secret``: the key of the hashes of cached prefixes."""
+        self._engine, self._link = engine, link
+        self._prefixes = PrefixPublisher(engine, secret)
+        self._poll = select.poll()
+        self._poll.register(link.fileno(), select.POLLIN)
+        self._published = 0.0
+        self._vocabulary: Any = None  # of grammars
+
+    def run(self) -> None:
+        """Do what arrives, and step while there are requests."""
+        try:
+            while True:
+                is_idle = not self._engine.has_unfinished_requests
+                self._publish(at_once=is_idle)
+                if is_idle:
+                    self._poll.poll()
+                for message in self._link.arrived():
+                    if message["do"] == "close":
+                        return
+                    self._do(message)
+                if self._engine.has_unfinished_requests and (deltas := self._engine.step()):
+                    self._link.send({"deltas": dump_deltas(deltas)})
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return  # the server has ended
+
+    def _do(self, message: Mapping[str, Any]) -> None:
+        match message["do"]:
+            case "add":
+                self._add(SentRequest.of(message))
+            case "abort":
+                for request_id in message["request_ids"]:
+                    self._engine.abort(request_id)
+            case "watch":
+                self._engine.watch_drafts([load_view(view) for view in message["views"]])
+            case "ask":
+                self._link.send({"answer": message["number"], "value": self._answer(message)})
+            case other:
+                raise ValueError(f"the server asks for {other!r}, which no replica does")
+
+    def _add(self, request: SentRequest) -> None:
+        try:
+            self._engine.add_request(
+                request.request_id,
+                request.prompt_token_ids,
+                request.params,
+                request.forced_output_ids,
+                request.extra_key,
+                self._grammar(request),
+                request.owner,
+                request.predicted_ids,
+            )
+        except RequestError as error:
+            self._refuse(request, str(error), "invalid_request")
+        except QueueFullError as error:
+            self._refuse(request, str(error), "queue_full")
+
+    def _refuse(self, request: SentRequest, message: str, code: str) -> None:
+        self._link.send({"refused": request.request_id, "message": message, "code": code})
+
+    def _grammar(self, request: SentRequest) -> CompiledGrammar | None:
+        if request.grammar is None or request.params.grammar is None:
+            return None
+        engine = self._engine
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary_of(engine.tokenizer, engine.vocab_size, engine.eos_token_ids)
+        compiled = deserialized(request.grammar, self._vocabulary)
+        return CompiledGrammar(request.params.grammar, compiled, len(request.grammar))
+
+    def _answer(self, message: Mapping[str, Any]) -> Any:
+        engine = self._engine
+        match message["question"]:
+            case "flush":
+                return engine.flush_cache()
+            case "report":
+                return engine.cache_report(load_view(message["view"]))
+            case "text":
+                return engine.cache_text(load_view(message["view"]))
+            case "sample":
+                views = [load_view(view) for view in message["views"]]
+                return dump_sample(engine.sample(views, message["max_nodes"]))
+            case other:
+                raise ValueError(f"the server asks for {other!r}, which no replica knows")
+
+    def _publish(self, at_once: bool) -> None:
+        """Tell figures and cached prefixes, now and then while requests run, and before waiting for the next."""
+        now = time.monotonic()
+        if not at_once and now < self._published + PUBLISH_S:
+            return
+        self._published = now
+        self._link.send({"stats": dump_stats(self._engine.stats()), **self._prefixes.changes()})
+
+
+class LinkHandler(logging.Handler):
+    """Lets the server write what is logged, in its own format."""
+
+    def __init__(self, link: Messages) -> None:
+        """``link``: with the server."""
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a line; where the server has ended, nobody reads it."""
+        text = record.getMessage()
+        if record.exc_info is not None:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        with suppress(OSError):
+            self._link.send({"log": text, "level": record.levelno})
+
+
+class PrefixPublisher:
+    """Says which beginnings of texts have a state in the prefix cache, as keyed hashes."""
+
+    def __init__(self, engine: Engine, secret: bytes) -> None:
+        """``secret``: the key of the hashes."""
+        self._cache, self._secret = engine.cache_manager.cache, secret
+        self._told: dict[Node, tuple[int, str]] = {}
+
+    def changes(self) -> dict[str, list[tuple[int, str]]]:
+        """What was left and what was evicted since the last call: length and hash of each."""
+        now = set(self._cache.nodes_with_state())
+        gone = [self._told.pop(node) for node in [node for node in self._told if node not in now]]
+        left = {node: self._digest(node) for node in now if node not in self._told}
+        self._told |= left
+        return {"left": list(left.values()), "gone": gone}
+
+    def _digest(self, node: Node) -> tuple[int, str]:
+        *path, root = node.path()
+        tokens = np.concatenate([each.key for each in reversed(path)])
+        hasher = PrefixHasher(self._secret, root.tenant, root.extra_key, tokens)  # type: ignore[attr-defined]
+        return node.end, hasher.digest(node.end).hex()
+
+
+def main() -> int:
+    """Run until the server ends. Returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes its requests, and then ends this process
+        signal.signal(number, signal.SIG_IGN)
+    given = json.loads(sys.stdin.buffer.read())
+    link = Messages(socket.socket(fileno=given["connection"]))
+    logger.addHandler(LinkHandler(link))
+    logger.setLevel(logging.ERROR if given["index"] else given["log_level"])  # the first one reports
+    logger.propagate = False
+    try:
+        engine = build_engine(EngineConfig(**given["flags"]))
+    except SpecmambaError as error:
+        link.send({"failed": str(error)})
+        return 1
+    threading.Thread(target=_beat, args=(link,), name="replica-beat", daemon=True).start()
+    link.send({"ready": _constants(engine)})
+    try:
+        ReplicaProgram(engine, link, bytes.fromhex(given["secret"])).run()
+    finally:
+        engine.close()
+    return 0
+
+
+def _constants(engine: Engine) -> dict[str, Any]:
+    return {
+        "context_length": engine.context_length,
+        "vocab_size": engine.vocab_size,
+        "eos_token_ids": list(engine.eos_token_ids),
+        "description": engine.describe(),
+    }
+
+
+def _beat(link: Messages) -> None:
+    """Give signs of life while a long step runs."""
+    try:
+        while True:
+            time.sleep(BEAT_S)
+            link.send({"beat": True})
+    except OSError:
+        return  # the server has ended
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

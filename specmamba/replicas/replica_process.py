@@ -1,0 +1,184 @@
+"""One replica's process: it is started, started again when it has ended, and ended with the server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmamba.errors import ConfigError
+from specmamba.parallel.messages import Messages
+
+logger = logging.getLogger("specmamba")
+
+END_TIMEOUT_S = 10.0
+MAX_FAILED_STARTS = 3  # in a row; then it stays away
+SHORT_LIFE_S = 60.0  # who ends sooner is started later
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTask:
+    """What a replica is started with."""
+
+    index: int
+    flags: Mapping[str, Any]  # of its engine
+    environment: Mapping[str, str]  # beside that of this process
+    secret: bytes  # key of the hashes of prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReplica:
+    """A replica that has loaded its model."""
+
+    index: int
+    link: Messages
+    pid: int
+    constants: dict[str, Any]
+
+
+class ReplicaProcess:
+    """Keeps a replica running, on a thread of its own.
+
+    Connections of replicas that are ready are handed over; this thread reads nothing after that.
+    """
+
+    def __init__(
+        self,
+        task: ReplicaTask,
+        on_ready: Callable[[ReadyReplica], None],
+        on_gone: Callable[[int, str], None],
+    ) -> None:
+        """Start it.
+
+        Args:
+            task: of the replica.
+            on_ready: called on the thread with each replica that is ready.
+            on_gone: called on the thread with the index and the reason when it cannot be started (any more).
+        """
+        self._task, self._on_ready, self._on_gone = task, on_ready, on_gone
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards the process between its start and the end of all
+        self._thread = threading.Thread(target=self._run, name=f"replica-{task.index}", daemon=True)
+        self._thread.start()
+
+    def kill(self, pid: int) -> None:
+        """Kill the process, if it is still the one with this id."""
+        with self._lock:
+            if self._process is not None and self._process.pid == pid:
+                self._process.kill()
+
+    def close(self) -> None:
+        """Start it no more; the process ends with its connection, or is killed after ``END_TIMEOUT_S``."""
+        self._closing.set()
+        process = self._process
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_TIMEOUT_S)
+            process.kill()
+        self._thread.join(END_TIMEOUT_S)
+
+    def abandon(self) -> None:
+        """End it at once, where it never became ready."""
+        self._closing.set()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join(END_TIMEOUT_S)
+
+    def _run(self) -> None:
+        num_failed, pause, index = 0, FIRST_PAUSE_S, self._task.index
+        has_run = False
+        while not self._closing.is_set():
+            began, failure = time.monotonic(), None
+            try:
+                link = self._start()
+                failure = self._watch(link)
+            except OSError as error:
+                failure = f"it cannot be started: {error}"
+            if self._closing.is_set():
+                return
+            has_run |= failure is None
+            num_failed = 0 if failure is None else num_failed + 1
+            if failure is not None and (not has_run or num_failed >= MAX_FAILED_STARTS):
+                self._on_gone(index, failure)
+                return
+            status = None if self._process is None else self._process.returncode
+            logger.error("replica %d has ended with status %s, and is started again", index, status)
+            pause = FIRST_PAUSE_S if time.monotonic() > began + SHORT_LIFE_S else min(2 * pause, LONGEST_PAUSE_S)
+            self._closing.wait(pause)
+
+    def _start(self) -> Messages:
+        """Start the process, and tell it what to do. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            task = self._task
+            given = {
+                "index": task.index,
+                "connection": theirs.fileno(),
+                "flags": dict(task.flags),
+                "secret": task.secret.hex(),
+                "log_level": logger.getEffectiveLevel(),
+            }
+            root = str(Path(__file__).parents[2])
+            path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+            with self._lock:
+                if self._closing.is_set():
+                    ours.close()
+                    raise OSError("the server ends")
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "specmamba.replicas.replica_main"],
+                    stdin=subprocess.PIPE,
+                    stdout=2,  # standard output is the server's
+                    env={**os.environ, "PYTHONPATH": path, **task.environment},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # signals of a terminal are for the server
+                )
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(json.dumps(given).encode())
+        return Messages(ours)
+
+    def _watch(self, link: Messages) -> str | None:
+        """Wait until it is ready, hand it over, and wait for its end. Returns why it did not become ready."""
+        process = self._process
+        assert process is not None
+        try:
+            while (message := link.receive()) is not None and "log" in message:
+                log(self._task.index, message)
+        except (OSError, ValueError) as error:
+            message = {"failed": f"it says nothing that can be read: {error}"}
+        if message is not None and "ready" in message:
+            self._on_ready(ReadyReplica(self._task.index, link, process.pid, message["ready"]))
+            process.wait()
+            return None
+        link.close()
+        process.kill()
+        process.wait()
+        if message is None:
+            return f"its process has ended with status {process.returncode} before it was ready"
+        return str(message.get("failed", message))
+
+
+def log(index: int, message: Mapping[str, Any]) -> None:
+    """Write what a replica logs."""
+    logger.log(int(message["level"]), "%s", f"replica {index}: {message['log']}" if index else message["log"])
+
+
+def check_count(dp_size: int, tp_size: int, num_gpus: int | None) -> None:
+    """Raise ConfigError where GPUs do not suffice; ``num_gpus``: None on a CPU."""
+    if num_gpus is not None and num_gpus < dp_size * tp_size:
+        raise ConfigError(
+            f"--dp-size {dp_size}: each replica needs {tp_size} of the GPUs, and there are {num_gpus} in all"
+        )

@@ -1,0 +1,116 @@
+"""What the server and its replicas tell each other, as values of JSON: requests, their deltas, figures, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from specmamba.cache.prefix.inspection import Outline, View
+from specmamba.core import ANYONE, DraftView, OutputDelta, Owner
+from specmamba.engine.engine_sample import EngineSample
+from specmamba.engine.scheduler import EngineStats, TenantStats
+from specmamba.sampling_params import SamplingParams
+
+_DELTAS = TypeAdapter(list[OutputDelta])
+_STATS = TypeAdapter(EngineStats)
+_PARTS_OF_SAMPLE: Mapping[str, TypeAdapter[Any]] = {
+    "stats": _STATS,
+    "tenants": TypeAdapter(list[tuple[View, TenantStats]]),
+    "drafts": TypeAdapter(tuple[DraftView, ...]),
+    "outlines": TypeAdapter(list[tuple[View, Outline]]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A request as a replica gets it."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    forced_output_ids: Sequence[int] = ()
+    extra_key: str | None = None
+    grammar: str | None = None  # ``params.grammar`` compiled, as xgrammar serializes it
+    owner: Owner = ANYONE
+    predicted_ids: Sequence[int] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The command that adds it."""
+        return {
+            "do": "add",
+            "request_id": self.request_id,
+            "prompt_token_ids": list(map(int, self.prompt_token_ids)),
+            # a prediction travels as tokens
+            "params": self.params.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"}),
+            "forced_output_ids": list(map(int, self.forced_output_ids)),
+            "extra_key": self.extra_key,
+            "grammar": self.grammar,
+            "owner": asdict(self.owner),
+            "predicted_ids": list(map(int, self.predicted_ids)),
+        }
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> SentRequest:
+        """The request of a command."""
+        given = {name: value for name, value in message.items() if name not in ("do", "params", "owner")}
+        return cls(params=SamplingParams(**message["params"]), owner=Owner(**message["owner"]), **given)
+
+
+def dump_deltas(deltas: list[OutputDelta]) -> list[dict[str, Any]]:
+    """Deltas as values of JSON."""
+    found: list[dict[str, Any]] = _DELTAS.dump_python(deltas, mode="json")
+    return found
+
+
+def load_deltas(values: object) -> list[OutputDelta]:
+    """Deltas from values of JSON."""
+    return _DELTAS.validate_python(values)
+
+
+def dump_stats(stats: EngineStats) -> dict[str, Any]:
+    """Figures as values of JSON."""
+    found: dict[str, Any] = _STATS.dump_python(stats, mode="json")
+    return found
+
+
+def load_stats(value: object) -> EngineStats:
+    """Figures from values of JSON."""
+    return _STATS.validate_python(value)
+
+
+def dump_view(view: View) -> dict[str, Any]:
+    """A view as values of JSON."""
+    return asdict(view)
+
+
+def load_view(value: Mapping[str, Any]) -> View:
+    """A view from values of JSON."""
+    return View(**value)
+
+
+def dump_sample(sample: EngineSample) -> dict[str, Any]:
+    """A sample as values of JSON."""
+    parts = {
+        "stats": sample.stats,
+        "tenants": list(sample.tenants.items()),
+        "drafts": sample.drafts,
+        "outlines": list(sample.outlines.items()),
+    }
+    counts = {"num_pending": sample.num_pending, "num_records": sample.num_records}
+    return {name: _PARTS_OF_SAMPLE[name].dump_python(part, mode="json") for name, part in parts.items()} | counts
+
+
+def load_sample(value: Mapping[str, Any]) -> EngineSample:
+    """A sample from values of JSON."""
+    parts = {name: adapter.validate_python(value[name]) for name, adapter in _PARTS_OF_SAMPLE.items()}
+    return EngineSample(
+        parts["stats"],
+        dict(parts["tenants"]),
+        parts["drafts"],
+        value["num_pending"],
+        value["num_records"],
+        dict(parts["outlines"]),
+    )
