@@ -23,7 +23,7 @@ from specmamba.errors import QueueFullError, RequestError, SpecmambaError
 from specmamba.grammar import CompiledGrammar
 from specmamba.grammar.compiler import deserialized, vocabulary_of
 from specmamba.parallel.messages import Messages
-from specmamba.replicas.wire import SentRequest, dump_deltas, dump_sample, dump_stats, load_view
+from specmamba.replicas.wire import SentRequest, dump_deltas, dump_sample, dump_stats, dump_tenant_stats, load_view
 
 if TYPE_CHECKING:
     from specmamba.cache.prefix.node import Node
@@ -116,6 +116,8 @@ class ReplicaProgram:
                 return engine.cache_report(load_view(message["view"]))
             case "text":
                 return engine.cache_text(load_view(message["view"]))
+            case "tenant":
+                return dump_tenant_stats(engine.stats_of(message["tenant"]))
             case "sample":
                 views = [load_view(view) for view in message["views"]]
                 return dump_sample(engine.sample(views, message["max_nodes"]))

@@ -79,9 +79,13 @@ class ReplicaProcess:
             if self._process is not None and self._process.pid == pid:
                 self._process.kill()
 
+    def start_no_more(self) -> None:
+        """Let the end of the process be the last one."""
+        self._closing.set()
+
     def close(self) -> None:
         """Start it no more; the process ends with its connection, or is killed after ``END_TIMEOUT_S``."""
-        self._closing.set()
+        self.start_no_more()
         process = self._process
         if process is not None:
             with suppress(subprocess.TimeoutExpired):

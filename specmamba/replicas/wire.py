@@ -16,6 +16,7 @@ from specmamba.sampling_params import SamplingParams
 
 _DELTAS = TypeAdapter(list[OutputDelta])
 _STATS = TypeAdapter(EngineStats)
+_TENANT_STATS = TypeAdapter(TenantStats)
 _PARTS_OF_SAMPLE: Mapping[str, TypeAdapter[Any]] = {
     "stats": _STATS,
     "tenants": TypeAdapter(list[tuple[View, TenantStats]]),
@@ -79,6 +80,17 @@ def dump_stats(stats: EngineStats) -> dict[str, Any]:
 def load_stats(value: object) -> EngineStats:
     """Figures from values of JSON."""
     return _STATS.validate_python(value)
+
+
+def dump_tenant_stats(stats: TenantStats) -> dict[str, Any]:
+    """Figures of a tenant as values of JSON."""
+    found: dict[str, Any] = _TENANT_STATS.dump_python(stats, mode="json")
+    return found
+
+
+def load_tenant_stats(value: object) -> TenantStats:
+    """Figures of a tenant from values of JSON."""
+    return _TENANT_STATS.validate_python(value)
 
 
 def dump_view(view: View) -> dict[str, Any]:

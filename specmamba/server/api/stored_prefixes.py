@@ -117,7 +117,14 @@ def stored_prefix_routes(service: Service) -> APIRouter:
     return router
 
 
+def _refuse_replicas(service: Service) -> None:
+    if service.config.dp_size > 1:
+        message = "each replica keeps prefixes for itself: /cache/save and /cache/load need --dp-size 1"
+        raise ApiError(400, message, code="several_replicas")
+
+
 async def _save(service: Service) -> Saved:
+    _refuse_replicas(service)
     saving = await between_steps(service.engine, lambda engine: engine.cache_manager.start_saving())
     if saving is None:
         _refuse_without("no prefixes on disk", "--hicache-storage-dir")
@@ -136,6 +143,8 @@ async def _save(service: Service) -> Saved:
 
 
 async def _load(service: Service, tokens: Sequence[int], extra_key: str | None, tenant: str | None) -> LoadedPrompt:
+    _refuse_replicas(service)
+
     def check(engine: Engine) -> None:
         if engine.cache_manager.tiers is None:
             _refuse_without("prefixes in its pools alone", "--hicache-storage-dir or --hicache-size")

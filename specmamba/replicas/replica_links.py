@@ -1,0 +1,217 @@
+"""The server's connections with its replicas: they are started, told, heard, and given up when they are lost."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from specmamba.engine.engine_sample import EngineSample
+from specmamba.engine.scheduler import EngineStats
+from specmamba.errors import ConfigError, EngineStoppedError, ReplicaLostError
+from specmamba.replicas.placement import PublishedPrefixes
+from specmamba.replicas.replica_process import ReadyReplica, ReplicaProcess, ReplicaTask, log
+from specmamba.replicas.wire import load_sample, load_stats
+
+logger = logging.getLogger("specmamba")
+
+WAIT_S = 0.001  # for what replicas send, before new requests are looked for
+ANSWER_TIMEOUT_S = 20.0
+MAX_SILENCE_S = 20.0  # of a replica with requests, which gives a sign of life twice a second
+
+
+class Replica:
+    """One replica that is ready, as the server sees it."""
+
+    def __init__(self, ready: ReadyReplica) -> None:
+        self.link, self.pid, self.constants = ready.link, ready.pid, ready.constants
+        self.prefixes = PublishedPrefixes()
+        self.stats: EngineStats | None = None  # the newest
+        self.sample: EngineSample | None = None  # likewise, until it is read
+        self.asked_sample: int | None = None  # number of the question that is not answered yet
+        self.answers: dict[int, Any] = {}  # by number of the question
+        self.heard = time.monotonic()
+
+
+class ReplicaLinks:
+    """The replicas, by index. Used by one thread; processes are started again on others."""
+
+    def __init__(
+        self,
+        tasks: Sequence[ReplicaTask],
+        on_message: Callable[[Mapping[str, Any]], None],
+        on_loss: Callable[[int], None],
+        on_return: Callable[[int], None],
+    ) -> None:
+        """Start all replicas, and wait until they are ready.
+
+        The first one is started alone: it reports, and the others find the times of steps that it has measured.
+
+        Args:
+            tasks: one for each.
+            on_message: called with what is said about requests: deltas and refusals.
+            on_loss: called with the index of a replica that is lost.
+            on_return: called with the index of one that is ready again.
+
+        Raises:
+            ConfigError: one cannot start; then none is left.
+        """
+        self._on_message, self._on_loss, self._on_return = on_message, on_loss, on_return
+        self.ready: dict[int, Replica] = {}
+        self._arrivals: SimpleQueue[ReadyReplica | str] = SimpleQueue()
+        self._processes: list[ReplicaProcess] = []
+        self._numbers = itertools.count(1)
+        self._gone: dict[int, str] = {}  # replicas that cannot be started any more, and why
+        self._on_end: Callable[[Exception], None] | None = None
+        try:
+            for group in (tasks[:1], tasks[1:]):
+                self._start(group, len(tasks))
+        except BaseException:
+            for process in self._processes:
+                process.abandon()
+            raise
+
+    def _start(self, group: Sequence[ReplicaTask], size: int) -> None:
+        self._processes += [ReplicaProcess(task, self._arrivals.put, self._tell_gone) for task in group]
+        for _ in group:
+            arrival = self._arrivals.get()
+            if isinstance(arrival, str):
+                raise ConfigError(f"--dp-size {size}: {arrival}")
+            self.ready[arrival.index] = Replica(arrival)
+        num_ready = len(self.ready)
+        while any(replica.stats is None for replica in self.ready.values()):
+            self.receive(WAIT_S)
+            if len(self.ready) < num_ready:
+                raise ConfigError(f"--dp-size {size}: a replica has ended as soon as it was ready")
+
+    def _tell_gone(self, index: int, reason: str) -> None:
+        """Note, on the thread of a replica, that it does not come back."""
+        text = f"replica {index} cannot be started: {reason}"
+        logger.error("%s", text)
+        self._gone[index] = text
+        self._arrivals.put(text)
+        if self._on_end is not None and len(self._gone) == len(self._processes):
+            self._on_end(ReplicaLostError(text))
+
+    def when_none_is_left(self, callback: Callable[[Exception], None]) -> None:
+        """Call a function, from another thread, when no replica is left and none can be started."""
+        self._on_end = callback
+
+    def take_arrivals(self) -> None:
+        """Take in replicas that are ready again.
+
+        Raises:
+            ReplicaLostError: none is left, and none comes back.
+        """
+        with suppress(Empty):
+            while True:
+                arrival = self._arrivals.get_nowait()
+                if isinstance(arrival, ReadyReplica):
+                    self.lose(arrival.index)  # the one that it follows
+                    self.ready[arrival.index] = Replica(arrival)
+                    logger.warning("replica %d is ready again", arrival.index)
+                    self._on_return(arrival.index)
+        if not self.ready and len(self._gone) == len(self._processes):
+            raise ReplicaLostError(next(iter(self._gone.values())))
+
+    def tell(self, index: int, message: Mapping[str, Any]) -> bool:
+        """Send a message to a replica; False: it is lost."""
+        replica = self.ready.get(index)
+        if replica is None:
+            return False
+        try:
+            replica.link.send(dict(message))
+        except OSError:
+            self.lose(index)
+            return False
+        return True
+
+    def receive(self, wait_s: float) -> None:
+        """Take what has arrived from all replicas; wait for the first message where there is none."""
+        poll, by_descriptor = select.poll(), dict[int, int]()
+        for index, replica in self.ready.items():
+            by_descriptor[replica.link.fileno()] = index
+            poll.register(replica.link.fileno(), select.POLLIN)
+        for descriptor, _ in poll.poll(wait_s * 1000):
+            index = by_descriptor[descriptor]
+            replica = self.ready[index]
+            replica.heard = time.monotonic()
+            try:
+                for message in replica.link.arrived():
+                    self._take(index, replica, message)
+            except (OSError, EOFError, ValueError):
+                self.lose(index)
+
+    def _take(self, index: int, replica: Replica, message: Mapping[str, Any]) -> None:
+        if "stats" in message:
+            replica.stats = load_stats(message["stats"])
+            replica.prefixes.update(map(tuple, message["left"]), map(tuple, message["gone"]))
+        elif "log" in message:
+            log(index, message)
+        elif "answer" in message and message["answer"] == replica.asked_sample:
+            replica.sample, replica.asked_sample = load_sample(message["value"]), None
+        elif "answer" in message:
+            replica.answers[message["answer"]] = message["value"]
+        elif "beat" not in message:
+            self._on_message(message)
+
+    def lose(self, index: int) -> None:
+        """Forget a replica, which is killed, and started again by its thread."""
+        replica = self.ready.pop(index, None)
+        if replica is None:
+            return
+        replica.link.close()
+        self._processes[index].kill(replica.pid)
+        logger.error("replica %d (process %d) is lost", index, replica.pid)
+        self._on_loss(index)
+
+    def lose_silent(self, busy: Collection[int | None]) -> None:
+        """Give up those of the ``busy`` replicas that stand still."""
+        limit = time.monotonic() - MAX_SILENCE_S
+        for index in [i for i, replica in self.ready.items() if i in busy and replica.heard < limit]:
+            logger.error("replica %d gave no sign of life for %g s", index, MAX_SILENCE_S)
+            self.lose(index)
+
+    def ask_all(self, question: Mapping[str, Any]) -> list[Any]:
+        """The answers of all replicas. Raises EngineStoppedError: one takes too long, or none is ready."""
+        number = next(self._numbers)
+        told = {"do": "ask", "number": number, **question}
+        asked = {index: replica for index, replica in sorted(self.ready.items()) if self.tell(index, told)}
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while any(self.ready.get(i) is replica and number not in replica.answers for i, replica in asked.items()):
+            if time.monotonic() > deadline:
+                raise EngineStoppedError(f"a replica has been in one step for more than {ANSWER_TIMEOUT_S:g} s")
+            self.receive(WAIT_S)
+        found = [replica.answers.pop(number) for replica in asked.values() if number in replica.answers]
+        if not found:
+            raise EngineStoppedError("no replica is ready: try again later")
+        return found
+
+    def next_samples(self, question: Mapping[str, Any]) -> list[EngineSample]:
+        """Ask all for a sample, and return what they have answered since the last call: nothing waits for a step."""
+        self.receive(0.0)
+        for index, replica in sorted(self.ready.items()):
+            if replica.asked_sample is None:
+                replica.asked_sample = next(self._numbers)
+                self.tell(index, {"do": "ask", "number": replica.asked_sample, **question})
+        samples = [replica.sample for _, replica in sorted(self.ready.items()) if replica.sample is not None]
+        for replica in self.ready.values():
+            replica.sample = None
+        return samples
+
+    def close(self) -> None:
+        """End all replicas."""
+        for process in self._processes:
+            process.start_no_more()
+        for index in list(self.ready):
+            self.tell(index, {"do": "close"})
+        for process in self._processes:
+            process.close()
+        for replica in self.ready.values():
+            replica.link.close()
+        self.ready.clear()

@@ -1,0 +1,305 @@
+"""Replicas in processes of their own: texts are those of one engine, also when replicas are killed or stand still."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specmamba.cache.prefix.inspection import WHOLE, View
+from specmamba.config import EngineConfig
+from specmamba.core import OutputDelta, Owner
+from specmamba.engine.engine import Engine
+from specmamba.engine.engine_sample import EngineSample
+from specmamba.errors import ConfigError, RequestError
+from specmamba.grammar import GrammarCompiler
+from specmamba.replicas import replica_links
+from specmamba.replicas.course import MAX_MOVES
+from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
+from specmamba.sampling_params import GrammarSpec, SamplingParams
+from specmamba.server_config import ServerConfig
+from tests.fake_engine import serving, wait_until
+
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_running_requests": 4,
+    "max_total_tokens": 8192,
+    "context_length": 1024,
+}
+PROMPTS = [f"def task_{i}(values):\n    # sorts the values and returns them\n    " for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return Engine(EngineConfig(**FLAGS))
+
+
+@pytest.fixture(scope="module")
+def replicated() -> Iterator[ReplicatedEngine]:
+    engine = ReplicatedEngine(ServerConfig(dp_size=2, **FLAGS))
+    yield engine
+    pids = [replica.pid for replica in engine._links.ready.values()]
+    engine.close()
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.fixture
+def both(replicated: ReplicatedEngine) -> ReplicatedEngine:
+    """Both replicas, ready and without cached prefixes."""
+    wait_for_all(replicated)
+    replicated.flush_cache()
+    return replicated
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for_all(engine: ReplicatedEngine) -> None:
+    def are_ready() -> bool:
+        engine._links.receive(0.01)
+        engine._links.take_arrivals()
+        return len(engine._links.ready) == 2
+
+    wait_until(are_ready, timeout_s=120)
+
+
+def add(engine: Engine, number: int, prompt: str | None = None, owner: Owner | None = None, **params: Any) -> None:
+    tokens = engine.tokenizer.encode(PROMPTS[number] if prompt is None else prompt)
+    given = SamplingParams(**{"max_tokens": 48, "temperature": 0.0, "ignore_eos": True, **params})
+    engine.add_request(str(number), tokens, given, owner=owner or Owner())
+
+
+def finish(engine: Engine, after: Any = None) -> dict[str, list[OutputDelta]]:
+    """Step until all requests have ended; ``after`` is called with the deltas so far, until it returns True."""
+    deltas: dict[str, list[OutputDelta]] = {}
+    while engine.has_unfinished_requests:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        if after is not None and after(deltas):
+            after = None
+    assert after is None
+    return deltas
+
+
+def outputs(deltas: dict[str, list[OutputDelta]]) -> dict[str, tuple[tuple[int, ...], str, str | None]]:
+    return {
+        name: (
+            tuple(token for delta in found for token in delta.token_ids),
+            "".join(delta.text for delta in found),
+            found[-1].finish_reason,
+        )
+        for name, found in sorted(deltas.items())
+    }
+
+
+def pid_of(engine: ReplicatedEngine, request: str) -> int:
+    replica = engine._courses[request].replica
+    assert replica is not None
+    return engine._links.ready[replica].pid
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 5, "logprobs": 2, "frequency_penalty": 0.3}])
+def test_texts_are_those_of_one_engine(plain: Engine, both: ReplicatedEngine, params: dict[str, Any]) -> None:
+    for engine in (plain, both):
+        for number in range(4):
+            add(engine, number, **params)
+    assert {course.replica for course in both._courses.values()} == {0, 1}
+    expected, found = finish(plain), finish(both)
+    assert outputs(found) == outputs(expected)
+    for name, deltas in found.items():
+        scores = [p for delta in deltas for p in delta.logprobs]
+        right = [p for delta in expected[name] for p in delta.logprobs]
+        assert [p.logprob for p in scores] == pytest.approx([p.logprob for p in right], abs=1e-4)
+        assert len(scores) == (48 if params else 0)
+        assert deltas[-1].spec.num_verify_steps > 0
+
+
+def test_a_text_goes_where_its_beginning_is(both: ReplicatedEngine) -> None:
+    long = " a sentence that is long enough to be worth going back to." * 12
+    first = {}
+    for number in (0, 1):  # side by side, so on two replicas
+        add(both, number, prompt=f"{number}{long}")
+        first[number] = both._courses[str(number)].replica
+    finish(both)
+    assert set(first.values()) == {0, 1}
+    for number in (1, 0):
+        add(both, number, prompt=f"{number}{long} And more")
+        assert both._courses[str(number)].replica == first[number]
+    cached = {name: deltas[-1].num_cached_tokens for name, deltas in finish(both).items()}
+    assert min(cached.values()) > 100
+    add(both, 2, prompt=f"0{long} And more", owner=Owner(tenant="another"))
+    assert finish(both)["2"][-1].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 1, "prompt_logprobs": 1}])
+def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine, params: dict[str, Any]) -> None:
+    for engine in (plain, both):
+        for number in range(4):
+            add(engine, number, max_tokens=200, **params)
+
+    def kill(deltas: dict[str, list[OutputDelta]]) -> bool:
+        if "0" not in deltas:
+            return False
+        os.kill(pid_of(both, "0"), signal.SIGKILL)
+        return True
+
+    found, expected = finish(both, kill), finish(plain)
+    assert outputs(found) == outputs(expected)
+    for deltas in found.values():
+        told = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+        assert len(told) == (1 if params else 0)
+        assert len([p for delta in deltas for p in delta.logprobs]) == (200 if params else 0)
+
+
+def test_requests_wait_where_all_replicas_are_lost(plain: Engine, both: ReplicatedEngine) -> None:
+    for engine in (plain, both):
+        add(engine, 0, max_tokens=96)
+
+    def kill(deltas: dict[str, list[OutputDelta]]) -> bool:
+        if deltas:
+            for replica in list(both._links.ready.values()):
+                os.kill(replica.pid, signal.SIGKILL)
+        return bool(deltas)
+
+    found = finish(both, kill)
+    assert outputs(found) == outputs(finish(plain))
+    assert both.stats().num_running == 0
+
+
+def test_a_replica_that_stands_still_is_given_up(
+    plain: Engine, both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_links, "MAX_SILENCE_S", 2.0)
+    for engine in (plain, both):
+        add(engine, 0, max_tokens=96)
+
+    def stop(deltas: dict[str, list[OutputDelta]]) -> bool:
+        if deltas:
+            os.kill(pid_of(both, "0"), signal.SIGSTOP)
+        return bool(deltas)
+
+    found = finish(both, stop)
+    assert outputs(found) == outputs(finish(plain))
+
+
+def test_a_request_that_ends_its_replicas_gets_an_error(both: ReplicatedEngine) -> None:
+    add(both, 0, max_tokens=900)
+    deltas: list[OutputDelta] = []
+    killed = set()
+    while both.has_unfinished_requests:
+        deltas += both.step()
+        if "0" in both._courses and both._courses["0"].replica is not None:
+            killed.add(pid_of(both, "0"))
+            os.kill(pid_of(both, "0"), signal.SIGKILL)
+    assert len(killed) == MAX_MOVES + 1
+    assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", LOST_TOO_OFTEN)
+
+
+def test_grammars_reach_the_replicas(plain: Engine, both: ReplicatedEngine) -> None:
+    spec = GrammarSpec(kind="regex", text="[a-f]{8}-[0-9]{4}")
+    compiler = GrammarCompiler(plain.tokenizer, plain.vocab_size, plain.eos_token_ids, 30.0, 1 << 24)
+    try:
+        grammar = compiler.compile(spec).result(60)
+    finally:
+        compiler.close()
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, grammar=spec)
+    for engine in (plain, both):
+        engine.add_request("0", engine.tokenizer.encode(PROMPTS[0]), params, grammar=grammar)
+    expected, found = outputs(finish(plain)), outputs(finish(both))
+    assert found == expected
+    assert len(found["0"][1]) == 13
+
+
+def test_what_only_a_replica_refuses_ends_one_request(both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="not in the vocabulary"):
+        both.add_request("0", [both.vocab_size], SamplingParams())
+    monkeypatch.setattr(both, "check_request", lambda *_: None)
+    both.add_request("0", [both.vocab_size], SamplingParams())
+    (delta,) = finish(both)["0"]
+    assert (delta.finish_reason, delta.error_code) == ("error", "invalid_request")
+    assert "not in the vocabulary" in (delta.error or "")
+
+
+def test_an_abort_frees_the_replica(both: ReplicatedEngine) -> None:
+    add(both, 0, max_tokens=900)
+    while not both.step():
+        pass
+    both.abort("0")
+    assert not both.has_unfinished_requests
+
+    def is_free() -> bool:
+        return both.stats().num_running == 0
+
+    wait_until(is_free)
+
+
+def test_figures_are_those_of_all(both: ReplicatedEngine) -> None:
+    view = View("tenant")
+    before = both.stats().spec.num_verify_steps
+    both.watch_drafts([WHOLE, view])
+    for number in range(4):
+        add(both, number, owner=Owner("name", "tenant"))
+    deltas = finish(both)
+    steps = sum(found[-1].spec.num_verify_steps for found in deltas.values())
+    wait_until(lambda: both.stats().spec.num_verify_steps == before + steps)
+    assert both.stats().kv_total_tokens == 2 * 8192
+    assert both.stats_of("tenant").spec.num_verify_steps >= steps
+    report = both.cache_report(WHOLE)
+    assert report["num_states"] == both.stats().prefix_cache.num_states > 0
+    assert 0.0 <= both.cache_report(view)["hit_rate"] <= 1.0  # type: ignore[operator]
+    assert both.cache_text(WHOLE).count("replica ") == 2
+    samples: list[EngineSample] = []
+
+    def has_drafts() -> bool:  # of the answers to earlier calls
+        samples.append(both.sample([WHOLE, view], 50))
+        return bool(samples[-1].drafts)
+
+    wait_until(has_drafts)
+    sample = samples[-1]
+    assert sample.tenants[view].spec.num_verify_steps >= steps
+    assert sum(node.has_state for node in sample.outlines[WHOLE].nodes) == report["num_states"]
+    both.watch_drafts([])
+
+
+def test_the_server_over_replicas(both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(both, "close", lambda: None)  # the other tests use it too
+    with serving(both, dp_size=2) as served:
+        body = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
+        first = served.http.post("/v1/completions", json=body).raise_for_status().json()
+        again = served.http.post("/v1/completions", json=body).raise_for_status().json()
+        assert first["choices"][0]["text"] == again["choices"][0]["text"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        info = served.http.get("/server_info").json()
+        assert (info["dp_size"], info["engine"]["dp_size"]) == (2, 2)
+        assert served.http.get("/cache").json()["num_states"] > 0
+        assert "replica 1" in served.http.get("/cache?format=text").text
+        assert "specmamba_kv_total_tokens" in served.http.get("/metrics").text
+        assert served.http.post("/flush_cache").json()["flushed_tokens"] > 0
+        refused = served.http.post("/cache/save")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "several_replicas")
+        with served.http.stream("GET", "/events") as events:
+            assert "event: stats" in next(line for line in events.iter_lines() if line.startswith("event: stats"))
+
+
+@pytest.mark.parametrize("flags", [{"model": "/nowhere"}, {"speculative_draft_model_path": "/nowhere"}])
+def test_a_start_that_fails_says_why_and_leaves_nothing(flags: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match="nowhere"):
+        ReplicatedEngine(ServerConfig(**{"dp_size": 2, **FLAGS, **flags}))
+
+
+def test_a_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specmamba.replicas.replica_process import check_count
+
+    check_count(2, 4, 8)
+    check_count(64, 1, None)
+    with pytest.raises(ConfigError, match="--dp-size 3: each replica needs 4 of the GPUs, and there are 8 in all"):
+        check_count(3, 4, 8)
