@@ -94,6 +94,10 @@ class ServerConfig(EngineConfig):
     dp_size: Annotated[
         int, Field(ge=1, le=64, description="copies of the model behind this port, each in a process of its own")
     ] = 1
+    dp_placement: Annotated[
+        Literal["prefix", "round_robin"],
+        Field(description="which copy gets a request: the one with the least to compute for it, or each in turn"),
+    ] = "prefix"
     api_key: Annotated[
         ApiKeys, Field(description="ask every client for this key (Authorization: Bearer ...); may be given again")
     ] = ()

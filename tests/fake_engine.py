@@ -18,6 +18,7 @@ from specmamba.cache.prefix.inspection import CacheStats, Counters
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.draft.draft_plan import DraftPlan
+from specmamba.engine.engine import Engine
 from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
@@ -177,6 +178,8 @@ class FakeEngine:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
+
+    sample, cache_report, cache_text = Engine.sample, Engine.cache_report, Engine.cache_text
 
     def check_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, forced_output_ids: Sequence[int] = ()

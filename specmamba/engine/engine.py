@@ -28,7 +28,7 @@ from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
-from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text, take_sample
+from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text
 from specmamba.engine.loading import (
     identity_of,
     keep_freed_memory,
@@ -52,6 +52,7 @@ from specmamba.processes.unused_memory import return_freed_memory
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools
+from specmamba.verify.record_buffers import RecordBuffers
 from specmamba.verify.result import StepResult
 
 logger = logging.getLogger("specmamba")
@@ -414,16 +415,30 @@ class Engine:
         return self.scheduler.stats_of(tenant, spec)
 
     def sample(self, views: Collection[View], max_nodes: int) -> EngineSample:
-        """Figures and drafts for some views, and at most ``max_nodes`` cached prefixes of each; 0: none."""
-        return take_sample(self, views, max_nodes)
+        """Figures and drafts for some views, and at most ``max_nodes`` cached prefixes of each; 0: none.
+
+        Cheap: a few sums, and a walk over so many nodes.
+        """
+        records, cache = self.pools.state_buffers, self.cache_manager.cache
+        num_pending, num_records = 0, 0
+        if isinstance(records, RecordBuffers):
+            num_pending, num_records = records.num_pending, records.num_records
+        return EngineSample(
+            self.stats(),
+            {view: self.stats_of(view.tenant) for view in views if not view.is_whole},
+            tuple(draft for draft in self.last_drafts() if len(draft.tokens) > 1),
+            num_pending,
+            num_records,
+            {view: cache.outline(max_nodes, view) for view in views} if max_nodes else {},
+        )
 
     def cache_report(self, view: View) -> dict[str, object]:
         """Settings of the prefix cache and the figures that a view may see, ready for JSON."""
-        return cache_report(self, view)
+        return cache_report(self.config, self.cache_manager, view)
 
     def cache_text(self, view: View) -> str:
         """The tree of the prefix cache as text, as far as a view may see it."""
-        return cache_text(self, view)
+        return cache_text(self.cache_manager, view)
 
     def watch_drafts(self, views: Sequence[View]) -> None:
         """Keep the first draft of every step that each view shows; it costs a read of the device per step and view."""

@@ -35,6 +35,7 @@ class Fixed:
 
 
 _WHOLE_LAYERS = "there is one pipeline here: --tp-size divides every layer"
+_REPLICAS = "copies of a model behind one port are a setting of specmamba serve, dp_size"
 _OWN_TOKENIZER = "the tokenizer is the one in the model's folder: put its files there, or give --skip-tokenizer-init"
 _NO_SWAP = (
     "nothing is moved between memories here: choose smaller weights (--quantization) or pools (--max-total-tokens)"
@@ -55,8 +56,7 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "tp": Renamed("tp_size"),
     "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),
     "pp_size": Fixed((1,), _WHOLE_LAYERS),
-    "data_parallel_size": Renamed("dp_size"),
-    "dp": Renamed("dp_size"),
+    "data_parallel_size": Fixed((1,), _REPLICAS),
     "trust_remote_code": Fixed(
         (False,), "no code of a checkpoint is run here; specmamba info says which architectures there are", True
     ),

@@ -142,7 +142,7 @@ class LinkHandler(logging.Handler):
         self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a line; where the server has ended, nobody reads it."""
+        """Send a line; where the server has ended, it is lost."""
         text = record.getMessage()
         if record.exc_info is not None:
             text += "\n" + logging.Formatter().formatException(record.exc_info)

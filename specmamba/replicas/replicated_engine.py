@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections import deque
@@ -51,13 +52,15 @@ class ReplicatedEngine(Engine):
         self._courses: dict[str, Course] = {}  # of requests that have not ended, by id
         self._deltas: deque[OutputDelta] = deque()  # that the next step returns
         self._watched: tuple[View, ...] = ()
+        self._turns = itertools.count()
         self.tokenizer = load_tokenizer(
             resolve_checkpoint(config.model_path, config.revision), config.skip_tokenizer_init
         )
         self._links = links = ReplicaLinks(tasks_of(config, secret), self._take, self._move_all, self._tell_views)
         logger.info("%d replicas are ready; sizes are of one", config.dp_size)
         self._latest_stats: EngineStats = merged([r.stats for r in links.ready.values() if r.stats is not None])
-        self.config, constants = config, links.ready[0].constants
+        self.config: ServerConfig = config
+        constants = links.ready[0].constants
         self.context_length, self.vocab_size = constants["context_length"], constants["vocab_size"]
         self._eos_token_ids = tuple(constants["eos_token_ids"])
         self._description = constants["description"] | {"dp_size": config.dp_size}
@@ -145,7 +148,10 @@ class ReplicatedEngine(Engine):
             if other.replica is not None:
                 waiting[other.replica] += other.num_uncached
                 running[other.replica] += 1
-        index = choose(len(known), resumable, waiting, running)
+        if self.config.dp_placement == "round_robin":
+            index = sorted(published)[next(self._turns) % len(published)]
+        else:
+            index = choose(len(known), resumable, waiting, running)
         if self._links.tell(index, course.rest().message()):
             course.placed(index, resumable[index])
 

@@ -47,7 +47,7 @@ SAME = [
 ]
 NOTHING = [
     ("pipeline_parallel_size", 1, "1"),
-    ("dp_size", 1, "1"),
+    ("data_parallel_size", 1, "1"),
     ("trust_remote_code", False, None),
     ("swap_space", 0, "0"),
     ("swap_space", 0.0, "0.0"),
@@ -57,7 +57,7 @@ NOTHING = [
 ]
 REFUSED = [
     ("pipeline_parallel_size", 2, "2", "divides every layer"),
-    ("dp_size", "two", "two", "a server has one copy of a model here"),
+    ("data_parallel_size", "two", "two", "copies of a model behind one port"),
     ("trust_remote_code", True, None, "no code of a checkpoint is run here"),
     ("tokenizer", "folder", "folder", "put its files there"),
     ("tokenizer_path", "folder", "folder", "put its files there"),
@@ -89,7 +89,6 @@ def test_the_table_names_what_there_is() -> None:
     tried = {name for name, *_ in NOTHING + REFUSED}
     assert {name for name, known in OTHER_NAMES.items() if isinstance(known, Fixed)} - tried == {
         "pp_size",
-        "data_parallel_size",
         "tokenizer_mode",
         "cpu_offload_gb",
     }
@@ -202,7 +201,9 @@ def test_parts_of_a_mapping_beside_the_mapping() -> None:
         serve("--speculative-config", "{", part, "3")
 
 
-@pytest.mark.parametrize("flag", ["--dp-size", "--max-num-seqs", "--speculative-config", "--speculative-config.method"])
+@pytest.mark.parametrize(
+    "flag", ["--data-parallel-size", "--max-num-seqs", "--speculative-config", "--speculative-config.method"]
+)
 def test_a_flag_without_value(flag: str) -> None:
     for behind in ([], ["--port", "1"]):
         with pytest.raises(ConfigError, match=f"^{flag}: no value stands behind it"):
@@ -274,7 +275,7 @@ def test_the_environment_knows_one_name(monkeypatch: pytest.MonkeyPatch) -> None
         serve()
     monkeypatch.delenv("SPECMAMBA_MAX_MODEL_LEN")
     for name, words in (
-        ("DP_SIZE", "a server has one copy of a model here: start a server for each"),
+        ("DATA_PARALLEL_SIZE", "copies of a model behind one port are a setting of specmamba serve, dp_size"),
         ("SPECULATIVE_CONFIG", "are for its parts"),
     ):
         with monkeypatch.context() as other:

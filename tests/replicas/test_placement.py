@@ -59,7 +59,12 @@ def test_what_is_evicted_is_forgotten() -> None:
     [
         ({0: 0, 1: 900}, {0: 0, 1: 0}, {0: 0, 1: 0}, 1),  # a prefix
         ({0: 0, 1: 900}, {0: 0, 1: 800}, {0: 0, 1: 0}, 1),  # that is worth waiting for
-        ({0: 0, 1: 900}, {0: 0, 1: 1000}, {0: 0, 1: 0}, 0),  # and one that is not: hot prefixes leave nobody idle
+        (
+            {0: 0, 1: 900},
+            {0: 0, 1: 1000},
+            {0: 0, 1: 0},
+            0,
+        ),  # and one that is not: a hot prefix does not leave the others idle
         ({0: 0, 1: 0}, {0: 0, 1: 0}, {0: 1, 1: 0}, 1),
         ({0: 64, 1: 0}, {0: 0, 1: 0}, {0: 4, 1: 0}, 1),
         ({0: 0, 1: 0}, {0: RUNNING_COST, 1: 0}, {0: 0, 1: 1}, 0),  # equal: the fewest requests

@@ -160,6 +160,7 @@ def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine,
         assert len([p for delta in deltas for p in delta.logprobs]) == (200 if params else 0)
 
 
+@pytest.mark.slow
 def test_requests_wait_where_all_replicas_are_lost(plain: Engine, both: ReplicatedEngine) -> None:
     for engine in (plain, both):
         add(engine, 0, max_tokens=96)
@@ -175,6 +176,7 @@ def test_requests_wait_where_all_replicas_are_lost(plain: Engine, both: Replicat
     assert both.stats().num_running == 0
 
 
+@pytest.mark.slow
 def test_a_replica_that_stands_still_is_given_up(
     plain: Engine, both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_replica_that_stands_still_is_given_up(
     assert outputs(found) == outputs(finish(plain))
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_its_replicas_gets_an_error(both: ReplicatedEngine) -> None:
     add(both, 0, max_tokens=900)
     deltas: list[OutputDelta] = []

@@ -1,0 +1,193 @@
+"""Several replicas behind one port beside one server: conversations whose turns go back to what was computed before.
+
+    python -m specmamba.bench.replicas [--model DIR] [--json FILE] [--dp-size 2] [--clients 6] [--turns 5] [--rounds 3]
+        [any engine flag]
+
+One server, N replicas that get requests by prefix, and N that get them in turn run on this machine; only one of them
+works at a time, and all take turns within a round, with empty caches. Every client holds a conversation: each turn is
+the text so far, its answer and a new question. Reported are medians over rounds: tokens of prompts that were resumed,
+time to the first token, tokens per second, and for one client alone the time between two events, with which N replicas
+show what passing tokens on costs. Replicas share the cores of this machine, so speed says little about machines of
+their own; hits do not depend on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from specmamba.bench.serving.server import signals_end_the_context
+from specmamba.bench.soak.server import ServerProcess, server_process
+from specmamba.config import EngineConfig
+from specmamba.measure.command import Page, Report, in_turns, put_out, run_command
+from specmamba.measure.prompts import bundled_texts, model_name
+from specmamba.measure.report import Count, JsonOption, machine, median_with_range, progress_bar, require, versions
+
+if TYPE_CHECKING:
+    import httpx
+
+PROG = "python -m specmamba.bench.replicas"
+ONE, BY_PREFIX, IN_TURN = "one server", "replicas, by prefix", "replicas, in turn"
+QUESTION = "\n# And now the same for the next case, with a comment on each line.\n"
+
+
+class ReplicasBenchConfig(JsonOption):
+    """Replicas behind one port beside one server."""
+
+    dp_size: Annotated[int, Field(ge=2, le=64, description="replicas")] = 2
+    clients: Annotated[Count, Field(description="conversations at a time")] = 6
+    turns: Annotated[Count, Field(description="of each conversation")] = 5
+    rounds: Annotated[Count, Field(description="rounds of all servers; medians over them are reported")] = 3
+    max_tokens: Annotated[Count, Field(description="new tokens of every turn")] = 64
+    beginning: Annotated[Count, Field(description="characters of the first turn")] = 2000
+    startup_timeout: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="seconds that each server may take to load")
+    ] = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request and its answer."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    first_s: float
+    gaps: tuple[float, ...]  # between two events
+    text: str
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
+    return run_command(PROG, ReplicasBenchConfig, arguments, lambda config: put_out(config, run(config), print_report))
+
+
+def run(config: ReplicasBenchConfig) -> dict[str, Any]:
+    """Start the servers and run all rounds; the report as a JSON object.
+
+    Raises:
+        SpecmambaError: a server does not start.
+    """
+    require("httpx", PROG)
+    several = ("--dp-size", str(config.dp_size), "--dp-placement")
+    ways = {ONE: (), BY_PREFIX: (*several, "prefix"), IN_TURN: (*several, "round_robin")}
+    engine = EngineConfig(**config.model_dump(include=set(EngineConfig.model_fields)))
+    played: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with signals_end_the_context(), ExitStack() as stack:
+        servers = {way: _start(engine, config, way, flags, stack) for way, flags in ways.items()}
+        described = servers[ONE].get("/server_info")["engine"]
+        with progress_bar("rounds of all servers", (config.rounds + 1) * len(ways)) as advance:
+            for number in range(config.rounds + 1):  # in the first one steps are recorded: it does not count
+                for way in in_turns(list(ways), number):
+                    figures = asyncio.run(play(servers[way].url, config, number))
+                    if number:
+                        played[way].append(figures)
+                    advance()
+    return {
+        "model": model_name(described),
+        "dtype": described["dtype"],
+        "machine": machine(),
+        "versions": versions(("specmamba", "torch")),
+        **config.model_dump(include={"dp_size", "clients", "turns", "rounds", "max_tokens", "beginning"}),
+        "ways": {way: _medians(found, played[ONE]) for way, found in played.items()},
+    }
+
+
+def _start(
+    engine: EngineConfig, config: ReplicasBenchConfig, way: str, flags: Sequence[str], stack: ExitStack
+) -> ServerProcess:
+    print(f"starting: {way}", file=sys.stderr)
+    return stack.enter_context(
+        server_process(engine, config.startup_timeout, ("--disable-log-requests", "--stream-chunk-interval=0", *flags))
+    )
+
+
+async def play(url: str, config: ReplicasBenchConfig, number: int) -> dict[str, float]:
+    """One round with one server: all conversations side by side, then one alone."""
+    import httpx
+
+    async with httpx.AsyncClient(base_url=url, timeout=600.0) as http:
+        (await http.post("/flush_cache")).raise_for_status()
+        began = time.perf_counter()
+        found = await asyncio.gather(*(_converse(http, config, i, number) for i in range(config.clients)))
+        seconds = time.perf_counter() - began
+        (await http.post("/flush_cache")).raise_for_status()
+        alone = await _converse(http, config, config.clients, number)
+    turns = [turn for conversation in found for turn in conversation]
+    later = [turn for conversation in found for turn in conversation[1:]]
+    return {
+        "resumed": sum(turn.cached_tokens for turn in turns) / sum(turn.prompt_tokens for turn in turns),
+        "first_token_s": statistics.median(turn.first_s for turn in later or turns),
+        "tokens_per_second": sum(turn.tokens for turn in turns) / seconds,
+        "gap_alone_ms": 1e3 * statistics.median(gap for turn in alone for gap in turn.gaps),
+    }
+
+
+async def _converse(http: httpx.AsyncClient, config: ReplicasBenchConfig, client: int, number: int) -> list[Turn]:
+    texts = bundled_texts()
+    own = texts[client % len(texts)].text
+    text = f"# {number}.{client}\n" + (own * (config.beginning // len(own) + 1))[: config.beginning]
+    turns: list[Turn] = []
+    for _ in range(config.turns):
+        turns.append(await _ask(http, text, config.max_tokens))
+        text += turns[-1].text + QUESTION
+    return turns
+
+
+async def _ask(http: httpx.AsyncClient, prompt: str, max_tokens: int) -> Turn:
+    options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
+    began, times, text, usage = time.perf_counter(), list[float](), "", dict[str, Any]()
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            if event["choices"]:
+                times.append(time.perf_counter())
+                text += event["choices"][0]["text"]
+    gaps = tuple(after - before for before, after in itertools.pairwise(times))
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Turn(usage["prompt_tokens"], cached, usage["completion_tokens"], times[0] - began, gaps, text)
+
+
+def _medians(found: Sequence[Mapping[str, float]], of_one: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Medians with ranges, and ratios to one server in the same round."""
+    figures: dict[str, Any] = {name: median_with_range([round_[name] for round_ in found], 4) for name in found[0]}
+    for name in ("first_token_s", "tokens_per_second", "gap_alone_ms"):
+        ratios = [mine[name] / one[name] for mine, one in zip(found, of_one, strict=True)]
+        figures[f"{name}_over_one_server"] = median_with_range(ratios, 3)
+    return figures
+
+
+def print_report(report: Report) -> None:
+    """Print the table of servers."""
+    page = Page()
+    page.lines(
+        f"{report['model']}, {report['dtype']}, {report['machine']}: {report['clients']} conversations of "
+        f"{report['turns']} turns, {report['dp_size']} replicas"
+    )
+    names = ("resumed", "first_token_s", "tokens_per_second", "gap_alone_ms")
+    rows = [(way, *(_text(figures[name]) for name in names)) for way, figures in report["ways"].items()]
+    page.table(("", "resumed", "first token, s", "tokens/s", "between events alone, ms"), rows)
+
+
+def _text(figure: Mapping[str, Any]) -> str:
+    low, high = figure["range"]
+    return f"{figure['median']:.4g} ({low:.4g}-{high:.4g})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
