@@ -245,6 +245,28 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
         model.model_validate(dict.fromkeys(model.model_fields) | required)
 
 
+# what version 0.3.2 of SGLang's router makes of a request with nothing but a prompt
+FROM_ROUTER = {"stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True}
+FROM_ROUTER |= {"return_hidden_states": False}
+CHAT_FROM_ROUTER = {"logprobs": False, "continue_final_message": False, "separate_reasoning": True}
+CHAT_FROM_ROUTER |= {"stream_reasoning": True}
+
+
+def test_what_a_router_passes_on_is_accepted(served: Served) -> None:
+    served.complete(prompt="x", echo=False, **FROM_ROUTER).raise_for_status()
+    served.chat({"role": "user", "content": "u"}, **FROM_ROUTER, **CHAT_FROM_ROUTER).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    "field", [*FROM_ROUTER.keys() - {"stream", "ignore_eos"}, *CHAT_FROM_ROUTER.keys() - {"logprobs"}]
+)
+def test_other_values_of_a_routers_fields_are_refused(served: Served, field: str) -> None:
+    other = {field: not (FROM_ROUTER | CHAT_FROM_ROUTER)[field]}
+    refused(served.chat({"role": "user", "content": "u"}, **other), 400, field, "not_supported")
+    if field in FROM_ROUTER:
+        refused(served.complete(prompt="x", **other), 400, field, "not_supported")
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
     ({"prompt": None}, "prompt"),

@@ -157,6 +157,10 @@ class ChatCompletionRequest(GenerationRequest):
     modalities: Annotated[list[Literal["text"]] | None, only(["text"]), NotYet] = None
     audio: Annotated[None, only(), NotYet] = None
     web_search_options: Annotated[None, only(), NotYet] = None
+    # SGLang's, as those that chats share with completions
+    continue_final_message: Annotated[Literal[False] | None, only(False), NotYet] = None
+    separate_reasoning: Annotated[Literal[True] | None, only(True), NotYet] = None
+    stream_reasoning: Annotated[Literal[True] | None, only(True), NotYet] = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

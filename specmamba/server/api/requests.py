@@ -118,6 +118,11 @@ class GenerationRequest(StructuredRequest):
     user: Annotated[str | None, NoEffect] = None
     metadata: Annotated[dict[str, Any] | None, NoEffect] = None
 
+    # SGLang's router puts these into every request that it passes on
+    no_stop_trim: Annotated[Literal[False] | None, only(False), NotYet] = None
+    skip_special_tokens: Annotated[Literal[True] | None, only(True), NotYet] = None
+    return_hidden_states: Annotated[Literal[False] | None, only(False), NotYet] = None
+
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
