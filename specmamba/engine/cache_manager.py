@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
+from specmamba.cache.prefix.inspection import Outline, View
 from specmamba.cache.prefix.node import Match, Node
 from specmamba.cache.prefix.state_places import is_tracked, spare_ends
 from specmamba.cache.state_pool import PREFIX_CACHE
@@ -108,6 +109,12 @@ class CacheManager:
         if self.tiers is None or not self.is_on or request.must_read_prompt or request.must_compute:
             return False
         return self.tiers.is_loading(request.tier_wish, request.key(), request.extra_key, request.owner.tenant)
+
+    def outline(self, max_nodes: int, view: View) -> Outline:
+        """The shape of the prefix cache for drawing, with the tiers that have its nodes too."""
+        if self.tiers is None:
+            return self.cache.outline(max_nodes, view)
+        return self.cache.outline(max_nodes, view, self.tiers.tiers_of)
 
     def wait_for_tiers(self) -> None:
         """Wait a short time for prefixes that are loaded, if there are any."""

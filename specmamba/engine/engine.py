@@ -419,7 +419,7 @@ class Engine:
 
         Cheap: a few sums, and a walk over so many nodes.
         """
-        records, cache = self.pools.state_buffers, self.cache_manager.cache
+        records = self.pools.state_buffers
         num_pending, num_records = 0, 0
         if isinstance(records, RecordBuffers):
             num_pending, num_records = records.num_pending, records.num_records
@@ -429,7 +429,7 @@ class Engine:
             tuple(draft for draft in self.last_drafts() if len(draft.tokens) > 1),
             num_pending,
             num_records,
-            {view: cache.outline(max_nodes, view) for view in views} if max_nodes else {},
+            {view: self.cache_manager.outline(max_nodes, view) for view in views} if max_nodes else {},
         )
 
     def cache_report(self, view: View) -> dict[str, object]:

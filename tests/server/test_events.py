@@ -53,7 +53,7 @@ class WatchedEngine(FakeEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.world = World()
-        self.cache_manager = SimpleNamespace(cache=self.world.cache)
+        self.cache_manager = SimpleNamespace(cache=self.world.cache, outline=self.world.cache.outline)
         self.pools = SimpleNamespace(state_buffers=None)
         self.watching: list[bool] = []
         self.views: list[DraftView] = []
@@ -328,7 +328,7 @@ class TestOutline:
         cache = put(world, (1, 2, *range(100, 160)), (1, 2, 5))
         beginnings = {(node.start, node.end): node.beginning for node in cache.outline().nodes}
         assert beginnings == {(0, 0): (), (0, 2): (1, 2), (2, 3): (5,), (2, 62): tuple(range(100, 124))}
-        fields = {"depth", "start", "end", "has_state", "hits", "locks", "state_locks", "age", "beginning"}
+        fields = {"depth", "start", "end", "has_state", "hits", "locks", "state_locks", "age", "beginning", "tiers"}
         assert set(OutlineNode.__dataclass_fields__) == fields
 
     def test_an_empty_cache(self) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from specmamba.cache.prefix.inspection import WHOLE
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from specmamba.server.api import stored_prefixes
 from tests.fake_engine import Served, serving, wait_until
+from tests.server.test_events import events_of
 from tests.server.test_server_cache import PROMPT, refusal, usage
 
 FLAGS: dict[str, Any] = {
@@ -113,3 +115,29 @@ def test_calls_that_ask_for_nothing_possible_are_refused(served: Served) -> None
         for path, body in (("/cache/save", None), ("/cache/load", {"prompt": PROMPT})):
             error = refusal(plain.http.post(path, json=body), 400)
             assert (error["code"], "--hicache-storage-dir" in error["message"]) == ("no_stored_prefixes", True)
+
+
+def test_the_page_shows_where_a_text_lies(served: Served) -> None:
+    served.http.post("/flush_cache", headers=OPERATOR).raise_for_status()
+    prompt = PROMPT + "a text that is written to disk"
+    complete(served, "first", prompt=prompt).raise_for_status()
+
+    def tiers() -> list[tuple[str, ...]]:
+        def sample(engine: Engine) -> list[tuple[str, ...]]:
+            (outline,) = engine.sample([WHOLE], 50).outlines.values()
+            return [node.tiers for node in outline.nodes if node.has_state]
+
+        return served.thread.call(sample).result(10)
+
+    assert set(tiers()) == {()}  # written when memory is needed
+    served.http.post("/cache/save", headers=OPERATOR).raise_for_status()
+    assert ("disk",) in tiers()  # those that save too little are not written
+    served.thread.call(lambda engine: engine.cache_manager.cache.evict_states(8)).result(10)
+    complete(served, "first", prompt=prompt).raise_for_status()  # from host memory, or from disk
+    with served.http.stream("GET", "/events", headers=OPERATOR) as events:
+        stats = next(data for name, data in events_of(events) if name == "stats")
+    assert set(stats["tiers"]) == {"host", "disk"}
+    assert stats["tiers"]["disk"]["num_entries"] > 0
+    assert stats["tiers"]["disk"]["writes"] > 0
+    with served.http.stream("GET", "/events", headers={"Authorization": "Bearer first"}) as events:
+        assert next(data for name, data in events_of(events) if name == "stats")["tiers"] == {}

@@ -12,6 +12,7 @@ from specmamba.cache.prefix.inspection import (
     CacheStats,
     Counters,
     Outline,
+    Places,
     RequestStats,
     View,
     outline,
@@ -294,9 +295,9 @@ class MambaRadixCache:
         """Render the tree as text, the most recent branches first."""
         return render_tree(self._tree, max_nodes, view)
 
-    def outline(self, max_nodes: int = 200, view: View = WHOLE) -> Outline:
-        """Return the shape of the tree for drawing, the most recent branches first."""
-        return outline(self._tree, max_nodes, view)
+    def outline(self, max_nodes: int = 200, view: View = WHOLE, tiers_of: Places = lambda _: {}) -> Outline:
+        """Return the shape of the tree for drawing, the most recent branches first; ``tiers_of``: see ``outline``."""
+        return outline(self._tree, max_nodes, view, tiers_of)
 
     def summary(self) -> dict[str, object]:
         """Return policy, statistics and sizes, ready for JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 
@@ -123,6 +123,7 @@ class OutlineNode:
     state_locks: int
     age: int  # accesses of any node since its last one, or only of those shown; 0 for a root and while it is locked
     beginning: tuple[int, ...] | None  # at most ``MAX_BEGINNING`` tokens; None: a text under a salt in a tenant's view
+    tiers: tuple[str, ...] = ()  # below the pools, that have the text up to its end and the state there
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +134,22 @@ class Outline:
     num_left: int  # nodes that are not among ``nodes``; 0 in the view of one tenant
 
 
-def outline(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> Outline:
-    """The most recent ``max_nodes`` nodes of a tree, roots counted, parents first, the most recent branch first."""
+Places = Callable[[Sequence[Node]], Mapping[Node, tuple[str, ...]]]
+
+
+def outline(tree: RadixTree, max_nodes: int, view: View = WHOLE, tiers_of: Places = lambda _: {}) -> Outline:
+    """The most recent ``max_nodes`` nodes of a tree, roots counted, parents first, the most recent branch first.
+
+    ``tiers_of``: the tiers below the pools that have nodes, of nodes in this order; those in none may be left out.
+    """
     nodes: list[OutlineNode] = []
     shows_texts = True
-    for depth, node, age in _recent_first(tree, max_nodes, view):
+    shown = _recent_first(tree, max_nodes, view)
+    tiers = tiers_of([node for _, node, _ in shown])
+    for depth, node, age in shown:
         if isinstance(node, Root):  # the clients of one key may be kept apart by salts
             shows_texts = view.is_whole or node.extra_key is None
-        nodes.append(_outline_node(depth, node, age, shows_texts))
+        nodes.append(_outline_node(depth, node, age, shows_texts, tiers.get(node, ())))
     return Outline(tuple(nodes), _num_visible(tree) - len(nodes) if view.is_whole else 0)
 
 
@@ -155,11 +164,11 @@ def _ages(tree: RadixTree, nodes: Sequence[Node], view: View) -> list[int]:
     return [ages.get(node, 0) for node in nodes]
 
 
-def _outline_node(depth: int, node: Node, age: int, shows_text: bool) -> OutlineNode:
+def _outline_node(depth: int, node: Node, age: int, shows_text: bool, tiers: tuple[str, ...]) -> OutlineNode:
     has_state = node.state_slot is not None
     beginning = tuple(node.key[:MAX_BEGINNING].tolist()) if shows_text else None
     return OutlineNode(
-        depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age, beginning
+        depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age, beginning, tiers
     )
 
 

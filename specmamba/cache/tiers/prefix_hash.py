@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from copy import copy
 
 import numpy as np
 
@@ -27,16 +28,16 @@ class PrefixHasher:
         self._hash.update(len(scope).to_bytes(8, "little") + scope)
         self._start = self._hash.copy()
         self._tokens = np.ascontiguousarray(tokens, dtype="<i4")
-        self._length = 0
+        self._base = self._length = 0  # tokens before these, and tokens hashed so far
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole text."""
-        return len(self._tokens)
+        return self._base + len(self._tokens)
 
     def restart(self) -> None:
         """Begin with the shortest beginnings again."""
-        self._hash, self._length = self._start.copy(), 0
+        self._hash, self._length = self._start.copy(), self._base
 
     def digest(self, length: int) -> bytes:
         """Return the hash of the first ``length`` tokens.
@@ -44,8 +45,17 @@ class PrefixHasher:
         Raises:
             ValueError: the text is shorter, or a longer beginning was asked for before.
         """
-        if not self._length <= length <= len(self._tokens):
+        if not self._length <= length <= self.num_tokens:
             raise ValueError(f"the hash of {length} tokens cannot follow that of {self._length} of {self.num_tokens}")
-        self._hash.update(self._tokens[self._length : length].data)
+        self._hash.update(self._tokens[self._length - self._base : length - self._base].data)
         self._length = length
         return self._hash.digest()
+
+    def followed_by(self, tokens: Tokens) -> PrefixHasher:
+        """The hasher of this whole text with ``tokens`` [n] int64 behind it, for beginnings that end in them."""
+        self.digest(self.num_tokens)
+        found = copy(self)
+        found._base = found._length = self.num_tokens
+        found._tokens = np.ascontiguousarray(tokens, dtype="<i4")
+        found._start, found._hash = self._hash.copy(), self._hash.copy()
+        return found

@@ -11,12 +11,13 @@ import numpy as np
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.prefix import MambaRadixCache
-from specmamba.cache.prefix.node import Node, Tokens, TokenSlots
+from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.entry_index import Stored
 from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
+from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.saving import Saving
 from specmamba.cache.tiers.tier import Load, Tier, TierName
 from specmamba.cache.tiers.tier_stats import TierStats
@@ -149,6 +150,24 @@ class PrefixTiers:
     def stats(self) -> dict[TierName, TierStats]:
         """Return the figures of each tier, by its name."""
         return {tier.name: tier.stats() for tier in self.tiers}
+
+    def tiers_of(self, nodes: Sequence[Node]) -> dict[Node, tuple[TierName, ...]]:
+        """Return the tiers that have the text up to the end of nodes, and the state there, as their indices say.
+
+        Each token above the nodes is hashed once. ``nodes``: parents before their children, from the roots on.
+        """
+        texts: dict[Node, PrefixHasher] = {}
+        found: dict[Node, tuple[TierName, ...]] = {}
+        for node in nodes:
+            if isinstance(node, Root):
+                texts[node] = self._hashes(node.key, node.extra_key, node.tenant)
+                continue
+            assert node.parent is not None
+            texts[node] = text = texts[node.parent].followed_by(node.key)
+            key = text.digest(node.end)
+            if names := tuple(tier.name for tier in self.tiers if tier.has(key)):
+                found[node] = names
+        return found
 
     def drain(self) -> bool:
         """Wait until all that was given to the tiers is stored; returns whether it is."""

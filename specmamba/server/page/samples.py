@@ -51,6 +51,9 @@ def stats_event(sample: EngineSample, metrics: ServerMetrics, now: float) -> dic
         "spec": _spec(stats.spec),
         "sizing": None if stats.sizing is None else asdict(stats.sizing),
         "cache": asdict(stats.prefix_cache),
+        "tiers": {
+            name: asdict(tier) for name, tier in (("host", stats.host), ("disk", stats.disk)) if tier is not None
+        },
         "latency": {
             "first_token": _histogram(metrics.time_to_first_token),
             "inter_token": _histogram(metrics.inter_token_latency),
@@ -70,6 +73,7 @@ def tenant_stats_event(stats: TenantStats, now: float) -> dict[str, Any]:
         "spec": _spec(stats.spec),
         "sizing": None,  # it depends on the requests of all
         "cache": dict.fromkeys(_SIZES, 0) | hits,
+        "tiers": {},
         "latency": {name: {"sum": 0.0, "buckets": []} for name in ("first_token", "inter_token")},
     }
 

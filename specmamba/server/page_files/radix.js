@@ -1,7 +1,8 @@
 // The tree of the prefix cache, the most recent branches first: nodes with KV, and nodes with a recurrent state.
-import { count, html, number, visible } from "./ui.js";
+import { bytes, count, duration, html, number, visible } from "./ui.js";
 
 const MAX_INDENT = 12;
+const TIER_NAMES = { host: "Host memory", disk: "Disk" };
 
 const kindOf = (node) => (node.depth === 0 ? "root" : node.has_state ? "state" : "tombstone");
 
@@ -20,6 +21,7 @@ function Row({ node, longest }) {
   const facts = [
     node.hits && ["hit", kind === "root" ? `${count(node.hits, "request")} began here` : count(node.hits, "hit")],
     node.locks && ["lock", count(node.locks, "lock")],
+    ...node.tiers.map((tier) => ["tier", tier]),
     node.depth && !node.locks && ["age", `age ${number(node.age)}`],
   ].filter(Boolean);
   return html`<li class="radix-row ${kind}" data-kind=${kind}>
@@ -30,14 +32,31 @@ function Row({ node, longest }) {
     </span>
     ${kind !== "root" && html`<${Beginning} node=${node} />`}
     <span class="span" aria-hidden="true">${kind !== "root" && html`<i style=${{ left, width }}></i>`}</span>
-    <span class="facts">${facts.map(([name, text]) => html`<b key=${name} class=${name}>${text}</b>`)}</span>
+    <span class="facts">${facts.map(([name, text]) => html`<b key=${text} class=${name}>${text}</b>`)}</span>
   </li>`;
+}
+
+const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
+
+/** What lies below the pools: sizes now, and counts since the start. */
+function Tier({ name, tier }) {
+  const lost = sum(tier.lost_writes);
+  const facts = [
+    `${count(tier.num_entries, "piece")} of texts, ${bytes(tier.num_bytes)} of ${bytes(tier.max_bytes)}`,
+    tier.hits ? `${count(tier.hits, "hit")} of ${count(tier.hit_tokens, "token")}, ${duration(tier.load_seconds / tier.hits)} each` : "no hits",
+    `${number(tier.writes)} written (${bytes(tier.written_bytes)})`,
+    lost && `${number(lost)} not written`,
+    tier.evictions && `${number(tier.evictions)} evicted`,
+    tier.damaged && `${number(tier.damaged)} damaged`,
+  ].filter(Boolean);
+  return html`<li data-tier=${name}><b>${TIER_NAMES[name]}</b> ${facts.join("; ")}</li>`;
 }
 
 export function RadixTree({ tree, stats }) {
   const nodes = tree?.nodes ?? [];
   const longest = Math.max(1, ...nodes.map((node) => node.end));
   const cache = stats?.cache;
+  const tiers = stats?.tiers ?? {};
   const note = cache ? `${count(cache.num_nodes, "node")}, ${count(cache.num_tombstones, "tombstone")}, ${count(cache.num_tokens, "token")}` : "";
   return html`<section class="card" aria-labelledby="radix-title">
     <h2 id="radix-title">Prefix cache <small>${note}</small></h2>
@@ -53,5 +72,11 @@ export function RadixTree({ tree, stats }) {
       <li><i class="mark state"></i> a state: texts can go on from here</li>
       <li><i class="mark tombstone"></i> a tombstone: KV without a state</li>
     </ul>
+    ${
+      Object.keys(tiers).length > 0 &&
+      html`<ul class="tiers" aria-label="Tiers below the pools">
+        ${Object.entries(tiers).map(([name, tier]) => html`<${Tier} key=${name} name=${name} tier=${tier} />`)}
+      </ul>`
+    }
   </section>`;
 }

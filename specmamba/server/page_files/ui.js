@@ -27,6 +27,14 @@ export function duration(seconds) {
   return seconds < 0.9995 ? `${number(1000 * seconds)} ms` : `${number(seconds, 2)} s`;
 }
 
+/** A size in bytes, with three digits. */
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = value > 0 ? Math.min(Math.floor(Math.log2(value) / 10), units.length - 1) : 0;
+  const shown = value / 1024 ** power;
+  return `${number(shown, power && shown < 99.95 ? 1 : 0)} ${units[power]}`;
+}
+
 export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
 
 /** Text with its invisible characters made visible. */

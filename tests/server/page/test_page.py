@@ -227,6 +227,27 @@ def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -
         picture(page, tmp_path, f"page-{width}-{scheme}")
 
 
+def test_tiers_below_the_pools(browser: Browser, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(
+        update={"hicache_storage_dir": tmp_path / "prefixes", "hicache_write_policy": "write_through"}
+    )
+    with pytest.MonkeyPatch.context() as patch, serving(Engine(settings)) as served:
+        patch.setattr(live_feed, "INTERVAL_S", 0.1)
+        patch.setattr(live_feed, "TREE_INTERVAL_S", 0.2)
+        with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
+            page = context.new_page()
+            watch = Watch(page, served.url)
+            page.goto(served.url)
+            page.wait_for_selector('.tiers [data-tier="disk"]')
+            assert "no hits" in page.inner_text(".tiers")
+            served.complete(prompt=f"{PROMPT} and a text that is long enough", max_tokens=24, temperature=0)
+            page.wait_for_selector(".radix-row.state .facts .tier")
+            assert page.inner_text(".radix-row.state .facts .tier") == "disk"
+            page.wait_for_function("!document.querySelector('.tiers').textContent.includes(' 0 written')")
+            picture(page, tmp_path, "page-tiers")
+            assert watch.wrongs == []
+
+
 CHAT = "Write a function that reads a file.\n\n```python\nimport os\n\ndef read_file(path):\n"
 
 
