@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[int, torch.UntypedStorage]] = []  # with their bytes
+        self._blocks: list[tuple[int, torch.UntypedStorage]] = []  # with their bytes, the smallest first
         self._places: set[int] = set()
 
     @property
@@ -38,14 +40,21 @@ class Arena:
     def _take(self, num_bytes: int) -> torch.UntypedStorage:
         """The smallest free block that is large enough and not twice too large; a new one where there is none."""
         largest = 2 * num_bytes + ALIGNMENT
-        fitting = [pair for pair in self._blocks if num_bytes <= pair[0] <= largest and _is_free(pair[1])]
-        if fitting:
-            return min(fitting, key=lambda pair: pair[0])[1]
+        for place in range(bisect_left(self._blocks, num_bytes, key=_size), len(self._blocks)):
+            size, block = self._blocks[place]
+            if size > largest:
+                break
+            if _is_free(block):
+                return block
         size = max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         block = torch.UntypedStorage(size)
-        self._blocks.append((size, block))
+        insort(self._blocks, (size, block), key=_size)
         self._places.add(block.data_ptr())
         return block
+
+
+def _size(block: tuple[int, torch.UntypedStorage]) -> int:
+    return block[0]
 
 
 def _is_free(block: torch.UntypedStorage) -> bool:

@@ -87,6 +87,8 @@ class StepRecorder(TorchDispatchMode):
                 return result
         if name in EMPTY:
             return self._arena.like(func(*args, **kwargs | {"device": "meta"}))
+        if _is_view(func):
+            return func(*args, **kwargs)
         return self._run(func, name, args, kwargs)
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -104,7 +106,10 @@ class StepRecorder(TorchDispatchMode):
                 self._constants[_storage(x)] = len(self._calls), x
                 self._calls.append(None)
             return result
-        result = tree_map_only(Tensor, lambda x: self._moved(x) if _storage(x) not in storages else x, result)
+        if isinstance(result, Tensor):
+            result = self._moved(result) if fresh else result
+        else:
+            result = tree_map_only(Tensor, lambda x: self._moved(x) if _storage(x) not in storages else x, result)
         self._emit(func, name, result, args, kwargs)
         return result
 
@@ -141,6 +146,13 @@ class StepRecorder(TorchDispatchMode):
                 with torch._C._DisableTorchDispatch():  # the copy is no part of the record
                     self._calls[place] = self._keep(move_call(x, x.clone()))
                 return
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether all results share the memory of an argument, and nothing is written: no call of its own on a tape."""
+    results = [result.alias_info for result in func._schema.returns]
+    return not func._schema.is_mutable and bool(results) and all(alias and not alias.is_write for alias in results)
 
 
 @cache
