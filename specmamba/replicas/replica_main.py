@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,8 +42,7 @@ class ReplicaProgram:
         """``secret``: the key of the hashes of cached prefixes."""
         self._engine, self._link = engine, link
         self._prefixes = PrefixPublisher(engine, secret)
-        self._poll = select.poll()
-        self._poll.register(link.fileno(), select.POLLIN)
+        self._inbox = Inbox(link)
         self._published = 0.0
         self._vocabulary: Any = None  # of grammars
 
@@ -53,9 +52,7 @@ class ReplicaProgram:
             while True:
                 is_idle = not self._engine.has_unfinished_requests
                 self._publish(at_once=is_idle)
-                if is_idle:
-                    self._poll.poll()
-                for message in self._link.arrived():
+                for message in self._inbox.take(waits=is_idle):
                     if message["do"] == "close":
                         return
                     self._do(message)
@@ -131,6 +128,32 @@ class ReplicaProgram:
             return
         self._published = now
         self._link.send({"stats": dump_stats(self._engine.stats()), **self._prefixes.changes()})
+
+
+class Inbox:
+    """Messages of the server, read on a thread of its own: the server must not wait where a step is long."""
+
+    def __init__(self, link: Messages) -> None:
+        """``link``: with the server; nothing else reads from it."""
+        self._link = link
+        self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # None: the server has ended
+        threading.Thread(target=self._read, name="replica-inbox", daemon=True).start()
+
+    def take(self, waits: bool) -> Iterator[dict[str, Any]]:
+        """What has arrived; with ``waits``, at least one message. Raises EOFError: the server has ended."""
+        with suppress(Empty):
+            while True:
+                message = self._messages.get(block=waits)
+                waits = False
+                if message is None:
+                    raise EOFError
+                yield message
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError):
+            while (message := self._link.receive()) is not None:
+                self._messages.put(message)
+        self._messages.put(None)
 
 
 class LinkHandler(logging.Handler):

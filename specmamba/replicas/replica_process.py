@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,8 @@ END_TIMEOUT_S = 10.0
 MAX_FAILED_STARTS = 3  # in a row; then it stays away
 SHORT_LIFE_S = 60.0  # who ends sooner is started later
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+SEND_TIMEOUT_S = 5  # a replica reads all the time, also in a long step: one that does not is stopped
+_TIME = struct.Struct("ll")  # of the kernel: seconds, microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class ReplicaProcess:
     def _start(self) -> Messages:
         """Start the process, and tell it what to do. Raises OSError."""
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(SEND_TIMEOUT_S, 0))
         with theirs:
             task = self._task
             given = {

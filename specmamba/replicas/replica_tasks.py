@@ -9,7 +9,7 @@ import torch
 
 from specmamba.config import EngineConfig
 from specmamba.engine.loading import process_threads, resolve_device
-from specmamba.engine.mirror.start import TORCHRUN, launched_rank
+from specmamba.engine.mirror.start import launched_rank
 from specmamba.errors import ConfigError
 from specmamba.replicas.replica_process import ReplicaTask, check_count
 from specmamba.server_config import ServerConfig
@@ -34,12 +34,11 @@ def tasks_of(config: ServerConfig, secret: bytes) -> list[ReplicaTask]:
     if is_cpu:
         flags["mem_fraction_static"] = chosen.mem_fraction_static / size
     threads = str(max(1, process_threads() // size))
-    environment = {THREADS: threads, TORCHRUN: ""} if is_cpu else {TORCHRUN: ""}
     return [
         ReplicaTask(
             index,
             flags | {"seed": (config.seed + index) % 2**63},  # so that no two replicas draw alike
-            environment if is_cpu else environment | {VISIBLE: _gpus(index, config.tp_size)},
+            {THREADS: threads} if is_cpu else {VISIBLE: _gpus(index, config.tp_size)},
             secret,
         )
         for index in range(size)

@@ -141,8 +141,8 @@ class ReplicatedEngine(Engine):
     def _place(self, course: Course) -> None:
         request = course.request
         published = {index: replica.prefixes for index, replica in self._links.ready.items()}
-        known = (*request.prompt_token_ids, *course.tokens)
-        resumable = self._texts.resumable(known, request.owner.tenant, request.extra_key, published)
+        prompt = request.prompt_token_ids
+        resumable = self._texts.resumable(prompt, request.owner.tenant, request.extra_key, published)
         waiting, running = dict.fromkeys(published, 0), dict.fromkeys(published, 0)
         for other in self._courses.values():
             if other.replica is not None:
@@ -151,7 +151,7 @@ class ReplicatedEngine(Engine):
         if self.config.dp_placement == "round_robin":
             index = sorted(published)[next(self._turns) % len(published)]
         else:
-            index = choose(len(known), resumable, waiting, running)
+            index = choose(len(prompt), resumable, waiting, running)
         if self._links.tell(index, course.rest().message()):
             course.placed(index, resumable[index])
 
