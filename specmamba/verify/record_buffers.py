@@ -37,7 +37,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
 
     ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] (or, by key
     channel, [layers, rows, R, Hv, K]; of Mamba1 time steps, [layers, rows, R, 1, V]) are float32;
-    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the window of the checkpoint. R is the capacity: what a verify adds always fits, since rows that are too full fold first.
+    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the window of the checkpoint. R is the capacity: what a verify
+    adds always fits, since rows that are too full fold first.
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
