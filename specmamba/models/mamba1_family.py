@@ -109,4 +109,5 @@ class Mamba1Layers:
         if self.inner_eps is None:
             return None
         sizes, device = (self.rank, self.shape.key_dim, self.shape.key_dim), self.weights.options.device
-        return [RMSNorm(torch.ones(size, device=device), self.inner_eps) for size in sizes]
+        ones = [self.weights.keep_instead(torch.ones(size, device=device)) for size in sizes]
+        return [RMSNorm(weight, self.inner_eps) for weight in ones]

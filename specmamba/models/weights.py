@@ -16,10 +16,10 @@ from specmamba.kernels.linear import Matrix, PackedCodes, QuantizedMatrix, Weigh
 from specmamba.kernels.linear.grouped import form_name, name_of_rounded
 from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Embedding, GatheredLinear, Linear, RMSNorm, Rotary, SummedLinear
+from specmamba.layers.rotary_frequencies import rotary_frequencies
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 from specmamba.models.rank_shapes import own_kv, own_state
-from specmamba.models.rotary_frequencies import rotary_frequencies
 from specmamba.parallel.share import Segment, Share
 
 MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
