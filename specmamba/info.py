@@ -15,7 +15,7 @@ PROG = "specmamba info"
 Info = Mapping[str, Any]
 NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba2", "mixture_of_experts": "mixture of experts"}
 NAMES |= {"short_convolution": "short convolution", "mlp": "MLP", "latent_attention": "latent attention"}
-NAMES |= {"kimi_delta_attention": "Kimi delta attention"}
+NAMES |= {"kimi_delta_attention": "Kimi delta attention", "mamba1": "Mamba1"}
 PLAN_TOKENS = (1024, 8192, 32768)
 
 

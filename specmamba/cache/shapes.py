@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,21 +27,31 @@ class StateShape:
     conv_width: int
     plain_channels: int = 0  # that are convolved and enter no recurrence
     decays_by_channel: bool = False  # a head has a decay for each of its K key channels, not one
+    is_selective: bool = False  # Mamba1: records have the V time steps, which ``CacheShape.rates`` makes decays of
 
     @classmethod
     def window(cls, channels: int, conv_width: int) -> StateShape:
         """The state of a layer without recurrence: the last ``conv_width`` - 1 inputs of its convolution."""
         return cls(0, 0, 0, 0, conv_width, channels)
 
+    @classmethod
+    def selective(cls, channels: int, state_dim: int, conv_width: int) -> StateShape:
+        """The state of a Mamba1 layer: one head with B as its key and the channels as values; these are convolved."""
+        return cls(1, 1, state_dim, channels, conv_width, is_selective=True)
+
     @property
     def conv_channels(self) -> int:
+        if self.is_selective:
+            return self.value_dim
         of_heads = 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
         return of_heads + self.plain_channels
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Shape of a token's log decays: [Hv], or [Hv, K] by key channel."""
+        """Shape of a token's log decays: [Hv], or [Hv, K] by key channel; of a Mamba1 layer's time steps, [Hv, V]."""
         heads = self.num_value_heads
+        if self.is_selective:
+            return heads, self.value_dim
         return (heads, self.key_dim) if self.decays_by_channel else (heads,)
 
     @property
@@ -102,6 +112,8 @@ class CacheShape:
     draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
     kv_dtype: torch.dtype | None = None  # of codes for keys and values, with scales; None: they are stored in ``dtype``
     folds_in_verify: bool = False  # kernels fold full rows while they read states; else folds run before
+    # A of all Mamba1 layers, [layers, K, V] float32: weights, which folds need
+    rates: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     def with_draft_model(self, draft: CacheShape) -> CacheShape:
         """Return this shape with a draft model's KV layers, and its state stored beside every cached state."""

@@ -26,6 +26,7 @@ from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from specmamba.layers.latent_attention import HeadProducts, LatentAttention
+from specmamba.layers.mamba1 import Mamba1
 from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
@@ -38,6 +39,7 @@ KINDS: dict[type, str] = {
     LatentAttention: "latent_attention",
     GatedDeltaNet: "gated_delta_net",
     KimiDeltaAttention: "kimi_delta_attention",
+    Mamba1: "mamba1",
     Mamba2: "mamba2",
     ShortConv: "short_convolution",
     MoE: "mixture_of_experts",

@@ -16,10 +16,10 @@ from specmamba.kernels.linear import Matrix, PackedCodes, QuantizedMatrix, Weigh
 from specmamba.kernels.linear.grouped import form_name, name_of_rounded
 from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Embedding, GatheredLinear, Linear, RMSNorm, Rotary, SummedLinear
+from specmamba.layers.rotary_frequencies import rotary_frequencies
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 from specmamba.models.rank_shapes import own_kv, own_state
-from specmamba.models.rotary_frequencies import rotary_frequencies
 from specmamba.parallel.share import Segment, Share
 
 MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
@@ -337,6 +337,7 @@ def loaded_model(
     head: MTPHead | None = None,
     draft_weights: Weights | None = None,
     context_length: int | None = None,
+    rates: Tensor | None = None,
 ) -> LoadedModel:
     """What the engine gets of a model whose tensors have all been taken. The registry adds its name and end tokens.
 
@@ -349,6 +350,7 @@ def loaded_model(
         head: the checkpoint's own draft head.
         draft_weights: of that head.
         context_length: None: the config's ``max_position_embeddings``, or less where its rotary embedding says so.
+        rates: A of Mamba1 layers, as in ``CacheShape``.
     """
     config, counted = weights.config, [weights] if draft_weights is None else [weights, draft_weights]
     return LoadedModel(
@@ -361,6 +363,7 @@ def loaded_model(
             state=own_state(state, weights.share),
             dtype=weights.options.dtype,
             draft_features=head.num_modules * head.width if head else 0,
+            rates=rates,
         ),
         context_length=weights.max_length if context_length is None else context_length,
         num_parameters=sum(each.num_parameters for each in counted),

@@ -18,7 +18,7 @@ from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels import gpu, state_copy, state_records
+from specmamba.kernels import gpu, selective_scan, state_copy, state_records
 from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.state_records import RecordOperands, RowSet
 from specmamba.verify.state_buffers import HostVerifySlots, Lease, StateBuffers, VerifyPlan, VerifySlots, conv_index
@@ -36,8 +36,9 @@ class RecordBuffers(StateBuffers[RecordPlan]):
     """Records of every running row, sized by running requests and not by cache slots.
 
     ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] (or, by key
-    channel, [layers, rows, R, Hv, K]) are float32; ``conv_inputs`` [layers, rows, W-1+R, C] starts with the window of
-    the checkpoint. R is the capacity: what a verify adds always fits, since rows that are too full fold first.
+    channel, [layers, rows, R, Hv, K]; of Mamba1 time steps, [layers, rows, R, 1, V]) are float32;
+    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the window of the checkpoint. R is the capacity: what a verify
+    adds always fits, since rows that are too full fold first.
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
@@ -61,7 +62,9 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
         ]
         self._all_layers = state_records.Buffers(pool.recurrent, self.conv_inputs, *self._records, pool.conv)
-        self.folds_in_plan = layers > 0 and not self.folds_in_verify and state_records.can_fold_rows(self._all_layers)
+        self._rates = shape.rates
+        self._folds_rows = not s.is_selective and state_records.can_fold_rows(self._all_layers)
+        self.folds_in_plan = layers > 0 and not self.folds_in_verify and self._folds_rows
         self._num_pending = [0] * (num_rows + 1)
         # numbers of records of all layers: [capacity + 1, layers]
         self._counts = torch.arange(self.capacity + 1, device=device)[:, None].repeat(1, layers).unbind()
@@ -202,9 +205,12 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         count, states = position - lease.position, self._pool.recurrent
         k, u, decay = (x.select(1, row).narrow(1, 0, count) for x in self._records)
         state, target = states.select(1, lease.slot).float(), states.select(1, slot)
-        is_exact = target.dtype is torch.float32
-        folded = state_records.fold(state, k, u, decay, self._counts[count], target if is_exact else None)
-        if not is_exact:
+        if self._rates is not None:
+            folded = selective_scan.fold(state, k, u, decay, self._rates, self._counts[count])
+        else:
+            out = target if target.dtype is torch.float32 else None
+            folded = state_records.fold(state, k, u, decay, self._counts[count], out)
+        if folded is not target:
             target.copy_(state_records.as_stored(folded, target.dtype))
         self._pool.conv.select(1, slot).copy_(self.conv_inputs.select(1, row).narrow(1, count, self.window))
 
@@ -213,7 +219,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         leases = [self._leases[row] for row in rows]
         for lease in leases:
             self._pool.begin_write(lease.slot, lease.owner)
-        if rows and state_records.can_fold_rows(self._all_layers):
+        if rows and self._folds_rows:
             slots, counts = [lease.slot for lease in leases], [self._num_pending[row] for row in rows]
             state_records.fold_rows(self._all_layers, *(torch.tensor(x) for x in (rows, slots, counts)))
         else:

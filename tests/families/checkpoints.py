@@ -44,7 +44,7 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
 
     if name.endswith("A_log"):
         return uniform(math.log(0.05), math.log(8.0))
-    if name.endswith("dt_bias"):
+    if name.endswith(("dt_bias", "dt_proj.bias")):
         return uniform(-5.0, -0.5)  # softplus: time steps of 0.007 to 0.5, at an input of 0
     if name.endswith(".D"):
         return uniform(0.5, 1.5)

@@ -20,7 +20,7 @@ from specmamba.llm import LLM
 from specmamba.models.mamba2_family import CONTEXT_LENGTH
 from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import Served, serving
-from tests.families import mamba2
+from tests.families import falcon_mamba, mamba2
 from tests.models.test_model_exact import random_prompts
 
 SHAPE = CacheShape(kv=(), num_state_layers=3, state=StateShape(2, 6, 10, 12, 4), dtype=torch.float32)
@@ -111,6 +111,12 @@ def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) ->
         assert stats.spec.num_draft_tokens > 0
         assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
         llm.engine.cache_manager.cache.check()
+
+
+def test_short_of_everything_with_mamba1(tmp_path: Path) -> None:
+    """Records of the selective scan go the same way."""
+    falcon_mamba.build(tmp_path)
+    test_short_of_everything(tmp_path, 1, "extra_buffer")
 
 
 def test_a_missing_head(checkpoint: Path) -> None:

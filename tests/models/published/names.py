@@ -278,6 +278,23 @@ def kimi(c: dict[str, Any]) -> Tensors:
             yield f"{p}experts.{e}.w2.weight", (hidden, expert)
 
 
+def selective(c: dict[str, Any]) -> Tensors:
+    """Falcon-Mamba and Mamba."""
+    hidden, inner, rank, size = c["hidden_size"], c["expand"] * c["hidden_size"], c["time_step_rank"], c["state_size"]
+    yield "backbone.embeddings.weight", (c["vocab_size"], hidden)
+    if not c["tie_word_embeddings"]:
+        yield "lm_head.weight", (c["vocab_size"], hidden)
+    yield from norms("backbone.", hidden, "norm_f")
+    for i in range(c["num_hidden_layers"]):
+        yield from norms(f"backbone.layers.{i}.", hidden, "norm")
+        p = f"backbone.layers.{i}.mixer."
+        yield from ((f"{p}A_log", (inner, size)), (f"{p}D", (inner,)))
+        yield from ((f"{p}conv1d.weight", (inner, 1, 4)), (f"{p}conv1d.bias", (inner,)))
+        yield from ((f"{p}in_proj.weight", (2 * inner, hidden)), (f"{p}out_proj.weight", (hidden, inner)))
+        yield f"{p}x_proj.weight", (rank + 2 * size, inner)
+        yield from ((f"{p}dt_proj.weight", (inner, rank)), (f"{p}dt_proj.bias", (inner,)))
+
+
 def pure_mamba(c: dict[str, Any]) -> Tensors:
     hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
     yield from ((name, (c["vocab_size"], hidden)) for name in names)

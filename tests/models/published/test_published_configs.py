@@ -19,7 +19,19 @@ from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.parallel.ranks import ONE_RANK, Ranks
-from tests.models.published.names import Tensors, bamba, falcon, granite, kimi, lfm2, nemotron, olmo, pure_mamba, qwen
+from tests.models.published.names import (
+    Tensors,
+    bamba,
+    falcon,
+    granite,
+    kimi,
+    lfm2,
+    nemotron,
+    olmo,
+    pure_mamba,
+    qwen,
+    selective,
+)
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
@@ -511,6 +523,53 @@ MODELS = {
         64,
         StateShape(8, 128, 128, 64, 4),
     ),
+    "Falcon-Mamba-7B": Published(
+        {
+            "architectures": ["FalconMambaForCausalLM"],
+            "model_type": "falcon_mamba",
+            "conv_kernel": 4,
+            "expand": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "mixer_rms_eps": 1e-6,
+            "num_hidden_layers": 64,
+            "state_size": 16,
+            "tie_word_embeddings": False,
+            "time_step_rank": 256,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "vocab_size": 65024,
+        },
+        selective,
+        7.273e9,
+        (),
+        64,
+        StateShape.selective(8192, 16, 4),
+    ),
+    "Mamba-2.8B": Published(
+        {
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "conv_kernel": 4,
+            "expand": 2,
+            "hidden_act": "silu",
+            "hidden_size": 2560,
+            "layer_norm_epsilon": 1e-5,
+            "num_hidden_layers": 64,
+            "state_size": 16,
+            "tie_word_embeddings": True,
+            "time_step_rank": 160,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "vocab_size": 50280,
+        },
+        selective,
+        2.768e9,
+        (),
+        64,
+        StateShape.selective(5120, 16, 4),
+    ),
 }
 
 
@@ -541,4 +600,6 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    assert limits == (set() if name.startswith(("Qwen", "LFM2", "Olmo", "Kimi")) else {(0.0, INF)})
+    assert limits == (
+        set() if name.startswith(("Qwen", "LFM2", "Olmo", "Kimi", "Falcon-Mamba", "Mamba-2.8B")) else {(0.0, INF)}
+    )

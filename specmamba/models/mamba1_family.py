@@ -1,0 +1,113 @@
+"""Mamba1 (arXiv 2312.00752): models of selective state spaces alone, Mamba and Falcon-Mamba (arXiv 2410.05355).
+
+They have no attention, so they keep nothing per token. ``residual_in_fp32`` is not followed, as in Mamba2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.shapes import StateShape
+from specmamba.checkpoints.tensor_reader import TensorReader
+from specmamba.layers.mamba1 import Mamba1, Mamba1Weights
+from specmamba.layers.primitives import RMSNorm
+from specmamba.models.base import LoadedModel, LoadOptions
+from specmamba.models.common_layers import require_silu
+from specmamba.models.hybrid import Block
+from specmamba.models.mamba2_family import CONTEXT_LENGTH, RENAMES
+from specmamba.models.weights import Weights, loaded_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["RENAMES", "Mamba1Layers", "load", "load_falcon"]
+
+
+def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build Mamba from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
+    return _load(config, reader, options, None)
+
+
+def load_falcon(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build Falcon-Mamba, which norms time step, B and C, without weights; errors as for ``registry.load_model``."""
+    c: Any = config
+    return _load(config, reader, options, c.mixer_rms_eps)
+
+
+def _load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions, inner_eps: float | None) -> LoadedModel:
+    c: Any = config
+    require_silu(c)
+    weights = Weights(c, reader, options)
+    layers = Mamba1Layers.of(weights, inner_eps)
+    embedding = weights.take_embedding("backbone.embeddings.weight")
+    blocks = []
+    for i in range(c.num_hidden_layers):
+        prefix = f"backbone.layers.{i}."
+        norm = weights.norm(f"{prefix}norm.weight", c.hidden_size, c.layer_norm_epsilon)
+        blocks.append(Block(((norm, layers.layer(f"{prefix}mixer.", i)),)))
+    norm = weights.norm("backbone.norm_f.weight", c.hidden_size, c.layer_norm_epsilon)
+    target, _ = weights.target(embedding, blocks, norm)
+    reader.finish()
+    return loaded_model(
+        target, weights, c.num_hidden_layers, layers.shape, context_length=CONTEXT_LENGTH, rates=layers.rates
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Layers:
+    """Makes the Mamba1 layers of a model."""
+
+    weights: Weights
+    shape: StateShape
+    rank: int  # of time steps
+    inner_eps: float | None  # of norms of time step, B and C; None: they are not normed
+    has_bias: bool  # of input and output projections
+    has_conv_bias: bool
+    rates: Tensor  # [layers, M, C] float32: the layers' own are views, folds take all of them
+
+    @classmethod
+    def of(cls, weights: Weights, inner_eps: float | None) -> Mamba1Layers:
+        """Read a config with the field names of Mamba itself."""
+        c = weights.config
+        shape = StateShape.selective(c.intermediate_size, c.state_size, c.conv_kernel)
+        rates = torch.empty(c.num_hidden_layers, c.state_size, c.intermediate_size, device=weights.options.device)
+        return cls(weights, shape, int(c.time_step_rank), inner_eps, c.use_bias, c.use_conv_bias, rates)
+
+    def layer(self, prefix: str, state_layer: int) -> Mamba1:
+        """Make the layer whose tensors begin with ``prefix``, which ends in a dot.
+
+        Raises:
+            CheckpointError: a tensor is missing or misshapen.
+        """
+        w, shape, float32 = self.weights, self.shape, torch.float32
+        channels, size, hidden = shape.value_dim, shape.key_dim, w.config.hidden_size
+        conv = w.take(f"{prefix}conv1d.weight", channels, 1, shape.conv_width, dtype=float32)
+        rates = self.rates[state_layer]
+        rates.copy_(-w.take(f"{prefix}A_log", channels, size, dtype=float32).exp().t())
+        made = Mamba1Weights(
+            # the kernel reads the convolution by tap
+            conv=conv.squeeze(1).t().contiguous().t(),
+            conv_bias=w.take(f"{prefix}conv1d.bias", channels, dtype=float32) if self.has_conv_bias else None,
+            project=w.take_linear(f"{prefix}x_proj", self.rank + 2 * size, channels),
+            norms=self.inner_norms(prefix),
+            expand=w.take_linear(f"{prefix}dt_proj", channels, self.rank),
+            dt_bias=w.take(f"{prefix}dt_proj.bias", channels, dtype=float32),
+            rates=rates,
+            skip=w.take(f"{prefix}D", channels, dtype=float32),
+        )
+        project = w.take_linear(f"{prefix}in_proj", 2 * channels, hidden, self.has_bias)
+        out = w.take_linear(f"{prefix}out_proj", hidden, channels, self.has_bias)
+        return Mamba1(state_layer, shape, project, out, made)
+
+    def inner_norms(self, prefix: str) -> Sequence[RMSNorm] | None:
+        """The norms of time step, B and C; those of Falcon-Mamba have no weights in its checkpoints."""
+        if self.inner_eps is None:
+            return None
+        sizes, device = (self.rank, self.shape.key_dim, self.shape.key_dim), self.weights.options.device
+        ones = [self.weights.keep_instead(torch.ones(size, device=device)) for size in sizes]
+        return [RMSNorm(weight, self.inner_eps) for weight in ones]
