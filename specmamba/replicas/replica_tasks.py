@@ -30,7 +30,8 @@ def tasks_of(config: ServerConfig, secret: bytes) -> list[ReplicaTask]:
     is_cpu = device.type == "cpu"
     check_count(size, config.tp_size, None if is_cpu else torch.cuda.device_count())
     chosen = config.on_device(device.type)
-    flags = json.loads(config.model_dump_json(include=set(EngineConfig.model_fields)))
+    # those that were given: others have defaults that depend on the device and the number of ranks
+    flags = json.loads(config.model_dump_json(include=set(EngineConfig.model_fields), exclude_unset=True))
     if is_cpu:
         flags["mem_fraction_static"] = chosen.mem_fraction_static / size
     threads = str(max(1, process_threads() // size))

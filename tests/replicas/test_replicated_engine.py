@@ -19,6 +19,7 @@ from specmamba.errors import ConfigError, RequestError
 from specmamba.grammar import GrammarCompiler
 from specmamba.replicas import replica_links, replica_process
 from specmamba.replicas.course import MAX_MOVES
+from specmamba.replicas.replica_tasks import tasks_of
 from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 from specmamba.server_config import ServerConfig
@@ -323,6 +324,31 @@ def test_the_server_over_replicas(both: ReplicatedEngine, monkeypatch: pytest.Mo
 def test_a_start_that_fails_says_why_and_leaves_nothing(flags: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="nowhere"):
         ReplicatedEngine(ServerConfig(**{"dp_size": 2, **FLAGS, **flags}))
+
+
+def test_replicas_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that were not given stay so: their defaults depend on the device and on the number of ranks."""
+    monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
+    config = ServerConfig(dp_size=4, tp_size=2, seed=7, port=1, device="cpu")
+    tasks = tasks_of(config, b"secret")
+    expected = {"tp_size": 2, "device": "cpu", "mem_fraction_static": config.mem_fraction_static / 4}
+    assert [task.flags for task in tasks] == [expected | {"seed": 7 + index} for index in range(4)]
+    for task in tasks:
+        EngineConfig(**task.flags)
+        assert int(task.environment["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks(plain: Engine) -> None:
+    engine = ReplicatedEngine(ServerConfig(dp_size=2, tp_size=2, **FLAGS))
+    try:
+        for each in (engine, plain):
+            for number in range(2):
+                add(each, number, max_tokens=24)
+        assert {course.replica for course in engine._courses.values()} == {0, 1}
+        assert outputs(finish(engine)) == outputs(finish(plain))
+    finally:
+        engine.close()
 
 
 def test_a_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
