@@ -74,6 +74,7 @@ class ReplicaLinks:
         except BaseException:
             for process in self._processes:
                 process.abandon()
+            self._close_links()
             raise
 
     def _start(self, group: Sequence[ReplicaTask], size: int) -> None:
@@ -212,6 +213,15 @@ class ReplicaLinks:
             self.tell(index, {"do": "close"})
         for process in self._processes:
             process.close()
+        self._close_links()
+
+    def _close_links(self) -> None:
+        """Close the connections, those of replicas that were not taken in too."""
+        with suppress(Empty):
+            while True:
+                arrival = self._arrivals.get_nowait()
+                if isinstance(arrival, ReadyReplica):
+                    arrival.link.close()
         for replica in self.ready.values():
             replica.link.close()
         self.ready.clear()
