@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,12 +117,17 @@ async def play(url: str, config: ReplicasBenchConfig, number: int) -> dict[str, 
     import httpx
 
     async with httpx.AsyncClient(base_url=url, timeout=600.0) as http:
+        texts = [text.text for text in bundled_texts()]
+
+        def converse(client: int) -> Awaitable[list[Turn]]:
+            return _converse(http, config, texts[client % len(texts)], f"{number}.{client}")
+
         (await http.post("/flush_cache")).raise_for_status()
         began = time.perf_counter()
-        found = await asyncio.gather(*(_converse(http, config, i, number) for i in range(config.clients)))
+        found = await asyncio.gather(*map(converse, range(config.clients)))
         seconds = time.perf_counter() - began
         (await http.post("/flush_cache")).raise_for_status()
-        alone = await _converse(http, config, config.clients, number)
+        alone = await converse(config.clients)
     turns = [turn for conversation in found for turn in conversation]
     later = [turn for conversation in found for turn in conversation[1:]]
     return {
@@ -133,10 +138,9 @@ async def play(url: str, config: ReplicasBenchConfig, number: int) -> dict[str, 
     }
 
 
-async def _converse(http: httpx.AsyncClient, config: ReplicasBenchConfig, client: int, number: int) -> list[Turn]:
-    texts = bundled_texts()
-    own = texts[client % len(texts)].text
-    text = f"# {number}.{client}\n" + (own * (config.beginning // len(own) + 1))[: config.beginning]
+async def _converse(http: httpx.AsyncClient, config: ReplicasBenchConfig, own: str, name: str) -> list[Turn]:
+    """Hold a conversation that begins with ``own``; ``name`` tells it apart from others."""
+    text = f"# {name}\n" + (own * (config.beginning // len(own) + 1))[: config.beginning]
     turns: list[Turn] = []
     for _ in range(config.turns):
         turns.append(await _ask(http, text, config.max_tokens))

@@ -197,11 +197,8 @@ def extend_in_place(
         return out
     parts = parts_of(model_dtype, v.device)
     kernel, tile = kernels.extend_kernel, extend_tile(key_dim, value_dim)
-    work = (
-        None
-        if states.dtype is torch.float32
-        else torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=v.device)
-    )
+    is_wide = states.dtype is torch.float32
+    work = None if is_wide else torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=v.device)
     kernel[_grid(tile, batch, heads, value_dim)](
         *(q, k, v, g, beta, out, states, work, slots, lengths, num_tokens),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *states.stride()[:3]),
@@ -233,9 +230,9 @@ def _tree_verify(
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         arguments = (*operands, num_nodes, t.node_offset, padding_slot, *of_tokens, *of_buffers)
     else:
-        is_exact = buffers.conv_inputs.dtype is torch.float32 or num_nodes > MAX_SPLIT
-        if not is_exact:
-            parts = parts_of(torch.bfloat16, v.device)
+        if num_nodes <= MAX_SPLIT:
+            parts = parts_of(buffers.conv_inputs.dtype, v.device)
+        is_exact = parts == "none"
         if t.folds is None and not is_exact:  # a kernel that cannot fold gets more registers, and runs in fewer blocks
             operands = (*operands[:-1], torch.zeros(batch, dtype=torch.bool, device=v.device))
         kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, is_exact, batch * heads)

@@ -63,12 +63,8 @@ def tree_verify(
     for buffer, values in zip(records, (b, u, dt), strict=True):
         buffer[:, nodes] = finite(values)
     root = _after_pending(state, records, rates, num_pending, node_offset)
-    decay, update = _steps(b, u, dt, rates)
-    out, after, parents = torch.empty_like(u), torch.empty_like(update), _parents(ancestors)
-    for i in range(u.shape[1]):
-        torch.addcmul(update[:, i], decay[:, i], state_before(root, after, parents, i), out=after[:, i])
-        out[:, i] = _read(c[:, i], after[:, i])
-    return out
+    after = root.new_empty(len(u), u.shape[1], *root.shape[1:])
+    return tree_verify_snapshots(c, b, u, dt, rates, root, after, _parents(ancestors))
 
 
 def tree_verify_snapshots(

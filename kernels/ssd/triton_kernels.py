@@ -226,20 +226,9 @@ def tree_verify(
         between = tl.exp(decay[:, None] + to_last[None, :])
         of_u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM)
         scores, _ = _scores(
-            c,
-            i,
-            c_node_stride,
-            num_nodes,
-            kept_b,
-            j,
-            kept_b_record_stride,
-            pending,
-            STATE_DIM,
-            NODES,
-            LANES,
-            RECORDS,
-            PARTS,
-        )
+            c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending,
+            STATE_DIM, NODES, LANES, RECORDS, PARTS,
+        )  # fmt: skip
         total += product(scores * between, of_u, PARTS)
     tl.store(out, total, mask=in_out)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner
+from specmamba.errors import RequestError
+from specmamba.parallel.messages import encoded
 from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +40,60 @@ class EngineRequest:
     owner: Owner = ANYONE
     forced_output_ids: Sequence[int] = ()  # given instead of chosen, as far as they go
     predicted_ids: Sequence[int] = ()  # expected output, to draft from
+
+
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A request as an engine in another process gets it: another rank's, or a replica's."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams  # its prediction does not travel: ``predicted_ids`` has the tokens
+    forced_output_ids: Sequence[int] = ()
+    extra_key: str | None = None
+    grammar: str | None = None  # ``params.grammar`` compiled, as xgrammar serializes it
+    owner: Owner = ANYONE
+    predicted_ids: Sequence[int] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The command that adds it."""
+        return {
+            "do": "add",
+            "request_id": self.request_id,
+            "prompt_token_ids": list(map(int, self.prompt_token_ids)),
+            "params": self.params.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"}),
+            "forced_output_ids": list(map(int, self.forced_output_ids)),
+            "extra_key": self.extra_key,
+            "grammar": self.grammar,
+            "owner": asdict(self.owner),
+            "predicted_ids": list(map(int, self.predicted_ids)),
+        }
+
+    def line(self) -> bytes:
+        """The command as it is sent. Raises RequestError: it is too long."""
+        try:
+            return encoded(self.message())
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> SentRequest:
+        """The request of a command."""
+        given = {name: value for name, value in message.items() if name not in ("do", "params", "owner")}
+        return cls(params=SamplingParams(**message["params"]), owner=Owner(**message["owner"]), **given)
+
+    def add_to(self, engine: Engine, grammar: CompiledGrammar | None = None) -> None:
+        """Add it to an engine of this process, with its grammar; raises as ``Engine.add_request``."""
+        engine.add_request(
+            self.request_id,
+            self.prompt_token_ids,
+            self.params,
+            self.forced_output_ids,
+            self.extra_key,
+            grammar,
+            self.owner,
+            self.predicted_ids,
+        )
 
 
 @dataclass(slots=True)

@@ -186,16 +186,20 @@ class ChildProcess:
         _reap(process)
 
 
+def python_path() -> str:
+    """``PYTHONPATH`` for a child process that imports this package, also from a checkout."""
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
+
 def _launch(module: str, memory_bytes: int, first_line: bytes) -> subprocess.Popen[bytes]:
     """Start a process, and send it the first line in the background."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(memory_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
     )
     if first_line:
         threading.Thread(target=_feed, args=(process, first_line), name="first-line", daemon=True).start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from specmamba.core import FinishReason, OutputDelta
-from specmamba.replicas.wire import SentRequest
+from specmamba.engine.channels import SentRequest
 
 MAX_MOVES = 2  # a request that ends one replica after the other must not end all of them
 
@@ -15,6 +15,7 @@ class Course:
     """A request, where it is, and what has come of it."""
 
     request: SentRequest
+    line: bytes | None = None  # of the whole request, until it is sent
     replica: int | None = None  # None: none takes it yet
     num_moves: int = 0
     num_uncached: int = 0  # tokens of the prompt that its replica has yet to compute
@@ -41,6 +42,11 @@ class Course:
         """
         forced = self.request.forced_output_ids
         return replace(self.request, forced_output_ids=forced if len(forced) > len(self.tokens) else self.tokens)
+
+    def next_line(self) -> bytes:
+        """What the next replica is sent. Raises RequestError: it is too long."""
+        line, self.line = self.line, None
+        return self.rest().line() if line is None else line
 
     def take(self, delta: OutputDelta) -> OutputDelta | None:
         """What a delta of the replica adds for the client; None: nothing."""

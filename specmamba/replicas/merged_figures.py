@@ -8,7 +8,7 @@ from functools import reduce
 from operator import add
 from typing import Any, TypeVar
 
-from specmamba.cache.prefix.inspection import Outline, RequestStats, View
+from specmamba.cache.prefix.inspection import Outline, RequestStats, View, hit_rate
 from specmamba.core import SizingStats, SpecStats
 from specmamba.engine.engine_sample import EngineSample
 
@@ -64,7 +64,7 @@ def merged_report(reports: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """One report of the prefix cache; the hit rate is that of all requests."""
     found: dict[str, Any] = merged([dict(report) for report in reports])
     found |= {name: reports[0][name] for name in _SETTINGS if name in reports[0]}
-    found["hit_rate"] = _rate(found["hit_tokens"], found["query_tokens"])
+    found["hit_rate"] = hit_rate(found["hit_tokens"], found["query_tokens"])
     return found
 
 
@@ -77,15 +77,12 @@ def _sizing(values: Sequence[SizingStats]) -> SizingStats:
     busiest, total = max(values, key=lambda stats: stats.num_steps), sum(stats.num_steps for stats in values)
     error = sum(stats.calibration_error * stats.num_steps for stats in values) / max(total, 1)
     own = {"depth": busiest.depth, "gains": busiest.gains, "reason": busiest.reason, "calibration_error": error}
-    return replace(_fields_merged(values), **own)  # type: ignore[no-any-return]
+    found: SizingStats = replace(_fields_merged(values), **own)
+    return found
 
 
 def _with_rate(stats: RequestStats) -> RequestStats:
-    return replace(stats, hit_rate=_rate(stats.hit_tokens, stats.query_tokens))
-
-
-def _rate(hit_tokens: int, query_tokens: int) -> float:
-    return hit_tokens / query_tokens if query_tokens else 0.0
+    return replace(stats, hit_rate=hit_rate(stats.hit_tokens, stats.query_tokens))
 
 
 def _joined(outlines: Sequence[Outline]) -> Outline:

@@ -14,6 +14,7 @@ from typing import Any
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.scheduler import EngineStats
 from specmamba.errors import ConfigError, EngineStoppedError, ReplicaLostError
+from specmamba.parallel.messages import encoded
 from specmamba.replicas.placement import PublishedPrefixes
 from specmamba.replicas.replica_process import ReadyReplica, ReplicaProcess, ReplicaTask, log
 from specmamba.replicas.wire import load_sample, load_stats
@@ -122,11 +123,15 @@ class ReplicaLinks:
 
     def tell(self, index: int, message: Mapping[str, Any]) -> bool:
         """Send a message to a replica; False: it is lost."""
+        return self.tell_line(index, encoded(dict(message)))
+
+    def tell_line(self, index: int, line: bytes) -> bool:
+        """Send a message that ``encoded`` gave, likewise."""
         replica = self.ready.get(index)
         if replica is None:
             return False
         try:
-            replica.link.send(dict(message))
+            replica.link.send_line(line)
         except OSError:
             self.lose(index)
             return False

@@ -14,19 +14,18 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from specmamba.cache.prefix.node import Node, text_of
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.config import EngineConfig
+from specmamba.engine.channels import SentRequest
 from specmamba.engine.mirror.start import build_engine
 from specmamba.errors import QueueFullError, RequestError, SpecmambaError
 from specmamba.grammar import CompiledGrammar
 from specmamba.grammar.compiler import deserialized, vocabulary_of
 from specmamba.parallel.messages import Messages
-from specmamba.replicas.wire import SentRequest, dump_deltas, dump_sample, dump_stats, dump_tenant_stats, load_view
+from specmamba.replicas.wire import dump_deltas, dump_sample, dump_stats, dump_tenant_stats, load_view
 
 if TYPE_CHECKING:
-    from specmamba.cache.prefix.node import Node
     from specmamba.engine.engine import Engine
 
 logger = logging.getLogger("specmamba")
@@ -77,16 +76,7 @@ class ReplicaProgram:
 
     def _add(self, request: SentRequest) -> None:
         try:
-            self._engine.add_request(
-                request.request_id,
-                request.prompt_token_ids,
-                request.params,
-                request.forced_output_ids,
-                request.extra_key,
-                self._grammar(request),
-                request.owner,
-                request.predicted_ids,
-            )
+            request.add_to(self._engine, self._grammar(request))
         except RequestError as error:
             self._refuse(request, str(error), "invalid_request")
         except QueueFullError as error:
@@ -166,11 +156,8 @@ class LinkHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a line; where the server has ended, it is lost."""
-        text = record.getMessage()
-        if record.exc_info is not None:
-            text += "\n" + logging.Formatter().formatException(record.exc_info)
         with suppress(OSError):
-            self._link.send({"log": text, "level": record.levelno})
+            self._link.send({"log": self.format(record), "level": record.levelno})
 
 
 class PrefixPublisher:
@@ -190,9 +177,8 @@ class PrefixPublisher:
         return {"left": list(left.values()), "gone": gone}
 
     def _digest(self, node: Node) -> tuple[int, str]:
-        *path, root = node.path()
-        tokens = np.concatenate([each.key for each in reversed(path)])
-        hasher = PrefixHasher(self._secret, root.tenant, root.extra_key, tokens)  # type: ignore[attr-defined]
+        tokens, root = text_of(node)
+        hasher = PrefixHasher(self._secret, root.tenant, root.extra_key, tokens)
         return node.end, hasher.digest(node.end).hex()
 
 

@@ -12,13 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from specmamba.errors import ConfigError
 from specmamba.parallel.messages import Messages
+from specmamba.processes.child_process import python_path
 
 logger = logging.getLogger("specmamba")
 
@@ -98,7 +97,7 @@ class ReplicaProcess:
 
     def abandon(self) -> None:
         """End it at once, where it never became ready."""
-        self._closing.set()
+        self.start_no_more()
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -130,7 +129,8 @@ class ReplicaProcess:
         """Start the process, and tell it what to do. Raises OSError."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(SEND_TIMEOUT_S, 0))
-        with theirs:
+        with ExitStack() as undo, theirs:
+            undo.callback(ours.close)
             task = self._task
             given = {
                 "index": task.index,
@@ -139,23 +139,21 @@ class ReplicaProcess:
                 "secret": task.secret.hex(),
                 "log_level": logger.getEffectiveLevel(),
             }
-            root = str(Path(__file__).parents[2])
-            path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             with self._lock:
                 if self._closing.is_set():
-                    ours.close()
                     raise OSError("the server ends")
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "specmamba.replicas.replica_main"],
                     stdin=subprocess.PIPE,
                     stdout=2,  # standard output is the server's
-                    env={**os.environ, "PYTHONPATH": path, **task.environment},
+                    env={**os.environ, "PYTHONPATH": python_path(), **task.environment},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # signals of a terminal are for the server
                 )
             assert self._process.stdin is not None
             with suppress(BrokenPipeError), self._process.stdin as stdin:
                 stdin.write(json.dumps(given).encode())
+            undo.pop_all()
         return Messages(ours)
 
     def _watch(self, link: Messages) -> str | None:
@@ -182,11 +180,3 @@ class ReplicaProcess:
 def log(index: int, message: Mapping[str, Any]) -> None:
     """Write what a replica logs."""
     logger.log(int(message["level"]), "%s", f"replica {index}: {message['log']}" if index else message["log"])
-
-
-def check_count(dp_size: int, tp_size: int, num_gpus: int | None) -> None:
-    """Raise ConfigError where GPUs do not suffice; ``num_gpus``: None on a CPU."""
-    if num_gpus is not None and num_gpus < dp_size * tp_size:
-        raise ConfigError(
-            f"--dp-size {dp_size}: each replica needs {tp_size} of the GPUs, and there are {num_gpus} in all"
-        )

@@ -11,7 +11,7 @@ from specmamba.config import EngineConfig
 from specmamba.engine.loading import process_threads, resolve_device
 from specmamba.engine.mirror.start import launched_rank
 from specmamba.errors import ConfigError
-from specmamba.replicas.replica_process import ReplicaTask, check_count
+from specmamba.replicas.replica_process import ReplicaTask
 from specmamba.server_config import ServerConfig
 
 VISIBLE, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -51,3 +51,11 @@ def _gpus(index: int, tp_size: int) -> str:
     given = os.environ.get(VISIBLE)
     every = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
     return ",".join(every[index * tp_size : (index + 1) * tp_size])
+
+
+def check_count(dp_size: int, tp_size: int, num_gpus: int | None) -> None:
+    """Raise ConfigError where GPUs do not suffice; ``num_gpus``: None on a CPU."""
+    if num_gpus is not None and num_gpus < dp_size * tp_size:
+        raise ConfigError(
+            f"--dp-size {dp_size}: each replica needs {tp_size} of the GPUs, and there are {num_gpus} in all"
+        )

@@ -13,19 +13,19 @@ from typing import Any
 from specmamba.cache.prefix.inspection import View
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.core import ANYONE, OutputDelta, Owner
+from specmamba.engine.channels import SentRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.loading import load_tokenizer
 from specmamba.engine.scheduler import EngineStats, TenantStats
 from specmamba.errors import QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
-from specmamba.parallel.messages import encoded
 from specmamba.replicas.course import Course
 from specmamba.replicas.merged_figures import merged, merged_report, merged_sample
 from specmamba.replicas.placement import Texts, choose
 from specmamba.replicas.replica_links import WAIT_S, ReplicaLinks
 from specmamba.replicas.replica_tasks import tasks_of
-from specmamba.replicas.wire import SentRequest, dump_view, load_deltas, load_tenant_stats
+from specmamba.replicas.wire import dump_view, load_deltas, load_tenant_stats
 from specmamba.sampling_params import SamplingParams
 from specmamba.server_config import ServerConfig
 
@@ -62,15 +62,10 @@ class ReplicatedEngine(Engine):
         self.config: ServerConfig = config
         constants = links.ready[0].constants
         self.context_length, self.vocab_size = constants["context_length"], constants["vocab_size"]
-        self._eos_token_ids = tuple(constants["eos_token_ids"])
+        self.eos_token_ids = tuple(constants["eos_token_ids"])
         self._description = constants["description"] | {"dp_size": config.dp_size}
         most_running = int(constants["description"]["max_running_requests"])
         self._most = config.dp_size * (most_running + config.max_queued_requests)  # requests in all
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Tokens that end a text."""
-        return self._eos_token_ids
 
     @property
     def draft_algorithm(self) -> str:
@@ -99,11 +94,7 @@ class ReplicatedEngine(Engine):
         text = None if grammar is None else grammar.compiled.serialize_json()
         prompt, forced = tuple(prompt_token_ids), tuple(forced_output_ids)
         request = SentRequest(request_id, prompt, params, forced, extra_key, text, owner, tuple(predicted_ids))
-        try:
-            encoded(request.message())
-        except ValueError as error:
-            raise RequestError(str(error)) from error
-        self._courses[request_id] = Course(request)
+        self._courses[request_id] = Course(request, request.line())
         self._links.receive(0.0)  # prefixes that were left just now
         self._place_all()
 
@@ -152,7 +143,7 @@ class ReplicatedEngine(Engine):
             index = sorted(published)[next(self._turns) % len(published)]
         else:
             index = choose(len(prompt), resumable, waiting, running)
-        if self._links.tell(index, course.rest().message()):
+        if self._links.tell_line(index, course.next_line()):
             course.placed(index, resumable[index])
 
     def _move_all(self, index: int) -> None:

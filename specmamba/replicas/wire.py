@@ -1,18 +1,17 @@
-"""What the server and its replicas tell each other, as values of JSON: requests, their deltas, figures, samples."""
+"""What replicas tell the server, as values of JSON: deltas, figures, samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from specmamba.cache.prefix.inspection import Outline, View
-from specmamba.core import ANYONE, DraftView, OutputDelta, Owner
+from specmamba.core import DraftView, OutputDelta
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.scheduler import EngineStats, TenantStats
-from specmamba.sampling_params import SamplingParams
 
 _DELTAS = TypeAdapter(list[OutputDelta])
 _STATS = TypeAdapter(EngineStats)
@@ -23,41 +22,6 @@ _PARTS_OF_SAMPLE: Mapping[str, TypeAdapter[Any]] = {
     "drafts": TypeAdapter(tuple[DraftView, ...]),
     "outlines": TypeAdapter(list[tuple[View, Outline]]),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SentRequest:
-    """A request as a replica gets it."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    forced_output_ids: Sequence[int] = ()
-    extra_key: str | None = None
-    grammar: str | None = None  # ``params.grammar`` compiled, as xgrammar serializes it
-    owner: Owner = ANYONE
-    predicted_ids: Sequence[int] = ()
-
-    def message(self) -> dict[str, Any]:
-        """The command that adds it."""
-        return {
-            "do": "add",
-            "request_id": self.request_id,
-            "prompt_token_ids": list(map(int, self.prompt_token_ids)),
-            # a prediction travels as tokens
-            "params": self.params.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"}),
-            "forced_output_ids": list(map(int, self.forced_output_ids)),
-            "extra_key": self.extra_key,
-            "grammar": self.grammar,
-            "owner": asdict(self.owner),
-            "predicted_ids": list(map(int, self.predicted_ids)),
-        }
-
-    @classmethod
-    def of(cls, message: Mapping[str, Any]) -> SentRequest:
-        """The request of a command."""
-        given = {name: value for name, value in message.items() if name not in ("do", "params", "owner")}
-        return cls(params=SamplingParams(**message["params"]), owner=Owner(**message["owner"]), **given)
 
 
 def dump_deltas(deltas: list[OutputDelta]) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from specmamba.core import OutputDelta, SpecStats, TokenLogprob
+from specmamba.engine.channels import SentRequest
 from specmamba.replicas.course import MAX_MOVES, Course
-from specmamba.replicas.wire import SentRequest, dump_deltas, load_deltas
+from specmamba.replicas.wire import dump_deltas, load_deltas
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 TOKENS, TEXT = (11, 12, 13, 14, 15, 16), "abcdef"  # one character each

@@ -19,7 +19,7 @@ from specmamba.errors import ConfigError, RequestError
 from specmamba.grammar import GrammarCompiler
 from specmamba.replicas import replica_links, replica_process
 from specmamba.replicas.course import MAX_MOVES
-from specmamba.replicas.replica_tasks import tasks_of
+from specmamba.replicas.replica_tasks import check_count, tasks_of
 from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 from specmamba.server_config import ServerConfig
@@ -352,8 +352,6 @@ def test_replicas_of_two_ranks(plain: Engine) -> None:
 
 
 def test_a_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specmamba.replicas.replica_process import check_count
-
     check_count(2, 4, 8)
     check_count(64, 1, None)
     with pytest.raises(ConfigError, match="--dp-size 3: each replica needs 4 of the GPUs, and there are 8 in all"):

@@ -80,7 +80,7 @@ class Counters:
     def of_requests(self) -> RequestStats:
         """Return the counts that a tenant may see."""
         misses = without_salts({reason: self.misses[reason] for reason in MISS_REASONS})
-        rate = _hit_rate(self.hit_tokens, self.query_tokens)
+        rate = hit_rate(self.hit_tokens, self.query_tokens)
         return RequestStats(self.query_tokens, self.hit_tokens, rate, misses)
 
     def stats(self, tree: RadixTree) -> CacheStats:
@@ -97,7 +97,8 @@ class Counters:
         )
 
 
-def _hit_rate(hit_tokens: int, query_tokens: int) -> float:
+def hit_rate(hit_tokens: int, query_tokens: int) -> float:
+    """The share of tokens that hits spared; 0 before the first request."""
     return hit_tokens / query_tokens if query_tokens else 0.0
 
 
@@ -224,7 +225,7 @@ def summarize(tree: RadixTree, stats: CacheStats) -> dict[str, object]:
     return {
         **asdict(stats),
         "num_salts": sum(1 for root in tree.roots.values() if root.children),
-        "hit_rate": _hit_rate(stats.hit_tokens, stats.query_tokens),
+        "hit_rate": hit_rate(stats.hit_tokens, stats.query_tokens),
         "page_size": tree.page_size,
         "num_pages": allocator.num_pages,
         "num_free_pages": allocator.num_free,

@@ -80,6 +80,14 @@ class Root(Node):
     tenant: str | None = None
 
 
+def text_of(node: Node) -> tuple[Tokens, Root]:
+    """Return the tokens from the root to the end of a node, and the root."""
+    path = list(node.path())
+    root = path[-1]
+    assert isinstance(root, Root)
+    return np.concatenate([each.key for each in path[::-1]]), root
+
+
 def new_root(extra_key: str | None, tenant: str | None = None) -> Root:
     """Return a root without children."""
     return Root(None, NOTHING, NOTHING, NOTHING, 0, 0, extra_key=extra_key, tenant=tenant)

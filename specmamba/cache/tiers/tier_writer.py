@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots
+from specmamba.cache.prefix.node import Node, Tokens, TokenSlots, text_of
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
@@ -39,7 +39,7 @@ class TierWriter:
         tier = self.below(None)
         if tier is None or node.is_spare:
             return
-        tokens, root = _text_of(node)
+        tokens, root = text_of(node)
         chain = tier.find(self._hashes(tokens, root.extra_key, root.tenant))
         tier.note_use(chain)
         known = chain[-1].end if chain else 0
@@ -64,7 +64,7 @@ class TierWriter:
         Returns:
             False where it has waited in vain, and is to be called again.
         """
-        tokens, root = _text_of(node)
+        tokens, root = text_of(node)
         if len(tokens) <= HEAD_TOKENS or node.state_slot is None or node.is_spare:
             return True
         text = self._hashes(tokens, root.extra_key, root.tenant)
@@ -109,14 +109,6 @@ class TierWriter:
 
 def _may_put(tier: Tier, num_tokens: int, deadline: float | None) -> bool:
     return deadline is None or tier.wait_to_put(num_tokens, max(0.0, deadline - time.monotonic()))
-
-
-def _text_of(node: Node) -> tuple[Tokens, Root]:
-    """Return the tokens from the root to the end of a node, and the root."""
-    path = list(node.path())
-    root = path[-1]
-    assert isinstance(root, Root)
-    return np.concatenate([each.key for each in path[::-1]]), root
 
 
 def _slots_of(node: Node, start: int) -> TokenSlots:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, OutputDelta, Owner
+from specmamba.engine.channels import SentRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.engine.request import Request
-from specmamba.errors import ConfigError, RankLostError, RequestError
+from specmamba.errors import ConfigError, RankLostError
 from specmamba.grammar import CompiledGrammar
 from specmamba.parallel.control import RankLinks
-from specmamba.parallel.messages import encoded
 from specmamba.parallel.ranks import Ranks
 from specmamba.sampling_params import SamplingParams
 
@@ -71,21 +70,9 @@ class FirstEngine(Engine):
         """As ``Engine.add_request``. What is refused here is not told to the others."""
         self.check_request(prompt_token_ids, params, forced_output_ids)
         predicted_ids = tuple(predicted_ids or self.encode_prediction(params))
-        own = params.model_copy(update={"grammar": None, "prediction": None})
-        message = {
-            "do": "add",
-            "request_id": request_id,
-            "prompt_token_ids": list(map(int, prompt_token_ids)),
-            "params": own.model_dump(mode="json", exclude_defaults=True),
-            "forced_output_ids": list(map(int, forced_output_ids)),
-            "extra_key": extra_key,
-            "owner": asdict(owner),
-            "predicted_ids": list(map(int, predicted_ids)),
-        }
-        try:
-            line = encoded(message)  # what cannot be told must not be added here either
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        own = params.model_copy(update={"grammar": None})
+        sent = SentRequest(request_id, prompt_token_ids, own, forced_output_ids, extra_key, None, owner, predicted_ids)
+        line = sent.line()  # what cannot be told must not be added here either
         super().add_request(
             request_id, prompt_token_ids, params, forced_output_ids, extra_key, grammar, owner, predicted_ids
         )

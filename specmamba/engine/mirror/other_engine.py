@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specmamba.config import EngineConfig
-from specmamba.core import Owner
+from specmamba.engine.channels import SentRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError
 from specmamba.parallel.control import FirstRankLink
 from specmamba.parallel.ranks import Ranks
-from specmamba.sampling_params import SamplingParams
 
 
 class OtherEngine(Engine):
@@ -34,7 +33,7 @@ class OtherEngine(Engine):
                 self._is_told = message["has_grammars"]
                 self.step()
             case "add":
-                self._add(message)
+                SentRequest.of(message).add_to(self)
             case "abort":
                 self.abort(message["request_id"])
             case "preempt":
@@ -45,17 +44,6 @@ class OtherEngine(Engine):
                 self.forget(message["num_added"])
             case other:
                 raise ValueError(f"rank 0 asks for {other!r}, which no rank does")
-
-    def _add(self, message: Mapping[str, Any]) -> None:
-        self.add_request(
-            message["request_id"],
-            message["prompt_token_ids"],
-            SamplingParams(**message["params"]),
-            message["forced_output_ids"],
-            message["extra_key"],
-            owner=Owner(**message["owner"]),
-            predicted_ids=message["predicted_ids"],
-        )
 
     def _ready(self, is_idle: bool) -> list[Request]:
         if not self._is_told:

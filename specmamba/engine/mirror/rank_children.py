@@ -13,6 +13,7 @@ from pathlib import Path
 
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.processes.child_process import python_path
 
 END_TIMEOUT_S = 5.0
 
@@ -42,14 +43,12 @@ class RankChildren:
             raise
 
     def _start(self, rank: int, task: bytes) -> None:
-        root = str(Path(__file__).parents[3])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             self._processes[rank] = process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "specmamba.engine.mirror.rank_main"],
                 stdin=subprocess.PIPE,
                 stdout=2,  # standard output belongs to the answers of rank 0
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 start_new_session=True,
             )
         except OSError as error:
