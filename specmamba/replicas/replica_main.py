@@ -55,10 +55,18 @@ class ReplicaProgram:
                     if message["do"] == "close":
                         return
                     self._do(message)
-                if self._engine.has_unfinished_requests and (deltas := self._engine.step()):
-                    self._link.send({"deltas": dump_deltas(deltas)})
+                if self._engine.has_unfinished_requests:
+                    self._step()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return  # the server has ended
+
+    def _step(self) -> None:
+        deltas = self._engine.step()
+        if any(delta.finish_reason is not None for delta in deltas):
+            # Before the end of a text is told: what follows it goes where its state is.
+            self._publish(at_once=True)
+        if deltas:
+            self._link.send({"deltas": dump_deltas(deltas)})
 
     def _do(self, message: Mapping[str, Any]) -> None:
         match message["do"]:

@@ -55,8 +55,10 @@ def replicated() -> Iterator[ReplicatedEngine]:
 
 @pytest.fixture
 def both(replicated: ReplicatedEngine) -> ReplicatedEngine:
-    """Both replicas, ready and without cached prefixes."""
+    """Both replicas, ready, without requests and cached prefixes."""
     wait_for_all(replicated)
+    for name in list(replicated._courses):  # of a test that failed
+        replicated.abort(name)
     replicated.flush_cache()
     return replicated
 
