@@ -1,0 +1,1 @@
+"""Replicas simulated from a trace: ``specmamba bench scale-sim``."""
