@@ -89,7 +89,7 @@ SUBCOMMANDS = {
         "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states or KV in fewer bits"),
         "ops": ("specmamba.bench.ops.__main__", "operators against PyTorch, other packages and the machine's roofline"),
         "llama-cpp": ("specmamba.bench.llama_cpp.__main__", "decoding and first tokens beside llama.cpp, in turns"),
-        "scale-sim": ("specmamba.bench.scale_sim.__main__", "replicas and hit rates of a trace, simulated"),
+        "scale-sim": ("specmamba.scale_sim.__main__", "replicas and hit rates of a trace, simulated"),
         "gpu": ("specmamba.bench.gpu.__main__", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },
     "train": {

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specmamba.bench.scale_sim.__main__ import main
-from specmamba.bench.scale_sim.fleet import Fleet
-from specmamba.bench.scale_sim.request_trace import Conversations, TraceRequest, make_conversations, read_trace
-from specmamba.bench.scale_sim.simulated_replica import ReplicaModel, Running, SimulatedReplica
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.sampling_params import SamplingParams
+from specmamba.scale_sim.__main__ import main
+from specmamba.scale_sim.fleet import Fleet
+from specmamba.scale_sim.request_trace import Conversations, TraceRequest, make_conversations, read_trace
+from specmamba.scale_sim.simulated_replica import ReplicaModel, Running, SimulatedReplica
 
 MODEL = ReplicaModel(
     kv_tokens=1200,

@@ -97,7 +97,10 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
     [
         (
             "bench",
-            ["acceptance", "serving", "http-overhead", "soak", "prefix", "state-drift", "ops", "llama-cpp", "gpu"],
+            [
+                *("acceptance", "serving", "http-overhead", "soak", "prefix", "state-drift", "ops", "llama-cpp"),
+                *("scale-sim", "gpu"),
+            ],
         ),
         ("tune", ["tree"]),
         ("train", ["draft"]),

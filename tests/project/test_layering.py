@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("server",),
     ("measure",),
-    ("tune", "train", "info", "doctor", "quantize", "terminal"),
+    ("tune", "train", "info", "doctor", "quantize", "terminal", "scale_sim"),
     ("bench",),
     ("cli",),
     ("__main__",),

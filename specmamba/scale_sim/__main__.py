@@ -16,16 +16,17 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specmamba.bench.scale_sim.fleet import Fleet, Placement
-from specmamba.bench.scale_sim.request_trace import Conversations, TraceRequest, make_conversations, read_trace
-from specmamba.bench.scale_sim.simulated_replica import ReplicaModel
 from specmamba.config import CommandLine
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.report import Count, JsonFile, progress_bar
+
+if TYPE_CHECKING:
+    from specmamba.scale_sim.request_trace import TraceRequest
+    from specmamba.scale_sim.simulated_replica import ReplicaModel
 
 PROG = "specmamba bench scale-sim"
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -49,7 +50,8 @@ class ScaleSimConfig(JsonFile, CommandLine):
         tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, description="numbers to try")
     ] = (1, 2, 4)
     placements: Annotated[
-        tuple[Placement, ...], Field(min_length=1, description="ways to choose a replica, as --dp-placement")
+        tuple[Literal["prefix", "round_robin"], ...],
+        Field(min_length=1, description="ways to choose a replica, as --dp-placement"),
     ] = ("prefix", "round_robin")
     kv_tokens: Annotated[Size, Field(description="of one replica's KV pool")] = 1 << 18
     states: Annotated[Size, Field(description="state slots of one replica, running requests included")] = 256
@@ -86,6 +88,8 @@ class ScaleSimConfig(JsonFile, CommandLine):
 
     def replica_model(self) -> ReplicaModel:
         """What one replica has, and how fast it is."""
+        from specmamba.scale_sim.simulated_replica import ReplicaModel
+
         return ReplicaModel(
             kv_tokens=self.kv_tokens,
             states=self.states,
@@ -100,6 +104,8 @@ class ScaleSimConfig(JsonFile, CommandLine):
 
     def read_requests(self) -> list[TraceRequest]:
         """The requests of the trace, or made ones. Raises ConfigError: the trace cannot be read."""
+        from specmamba.scale_sim.request_trace import Conversations, make_conversations, read_trace
+
         if self.trace is not None:
             return read_trace(self.trace, self.block_size, self.requests)
         sizes = Conversations(
@@ -122,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: ScaleSimConfig) -> dict[str, Any]:
     """Run the trace on all numbers of replicas; the report as a JSON object. Raises ConfigError: no trace."""
+    from specmamba.scale_sim.fleet import Fleet
+
     requests, model = config.read_requests(), config.replica_model()
     ways = [(number, way) for number in config.replicas for way in (config.placements if number > 1 else ("prefix",))]
     with progress_bar("requests of all runs", (len(ways) + 1) * len(requests)) as advance:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from specmamba.bench.scale_sim.request_trace import TraceRequest
 from specmamba.cache.kv_pool import PageAllocator, Pages
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
@@ -21,6 +20,7 @@ from specmamba.cache.prefix.node import Match, Node, Tokens
 from specmamba.cache.prefix.state_places import spare_ends
 from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
+from specmamba.scale_sim.request_trace import TraceRequest
 
 LRU_COSTS = Costs(1, 1, 1.0, 1.0)  # which only another policy reads
 SPARE_SHARE = 0.25  # of the state slots, as in the engine

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specmamba.bench.scale_sim.request_trace import TraceRequest
-from specmamba.bench.scale_sim.simulated_replica import ReplicaModel, Running, SimulatedReplica
 from specmamba.replicas.placement import choose
+from specmamba.scale_sim.request_trace import TraceRequest
+from specmamba.scale_sim.simulated_replica import ReplicaModel, Running, SimulatedReplica
 
 Placement = Literal["prefix", "round_robin"]
 
