@@ -62,7 +62,7 @@ class PrefixTiers:
             hashes: of texts, by which all of them find entries.
         """
         self._cache, self._kv, self._states = cache, kv, states
-        self._transfer, self._hashes = transfer, hashes
+        self.transfer, self.hashes = transfer, hashes
         self.tiers = tuple(tiers)
         self._writer = TierWriter(transfer, self.tiers, hashes)
         self._loads: list[Load] = []  # under way
@@ -72,6 +72,15 @@ class PrefixTiers:
         for tier in self.tiers:
             if isinstance(tier, HostTier) and (below := self._writer.below(tier)) is not None:
                 tier.on_evict = partial(self._writer.copy, tier=below)
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that are under way, or that their requests have not taken yet."""
+        return len(self._loads)
+
+    def add(self, tier: Tier) -> None:
+        """Put a tier below the others, from which entries come and into which none is written."""
+        self.tiers += (tier,)
 
     # ---- for the cache manager ---------------------------------------------------------------------------------------
 
@@ -112,7 +121,7 @@ class PrefixTiers:
         if wish.is_over:
             return 0
         if wish.num_stored is None:
-            text, wish.num_stored = self._hashes(tokens, extra_key, tenant), 0
+            text, wish.num_stored = self.hashes(tokens, extra_key, tenant), 0
             for tier in self.tiers:
                 text.restart()
                 chain = tier.find(text)
@@ -160,7 +169,7 @@ class PrefixTiers:
         found: dict[Node, tuple[TierName, ...]] = {}
         for node in nodes:
             if isinstance(node, Root):
-                texts[node] = self._hashes(node.key, node.extra_key, node.tenant)
+                texts[node] = self.hashes(node.key, node.extra_key, node.tenant)
                 continue
             assert node.parent is not None
             texts[node] = text = texts[node.parent].followed_by(node.key)
@@ -205,7 +214,7 @@ class PrefixTiers:
         wish.other = next((load for load in self._loads if any(each.key in keys for each in load.chain)), None)
         if wish.other is not None:
             return False
-        wish.load = tier.load(chain)
+        wish.load = tier.load(chain, known)
         if wish.load is None:
             wish.refused_at = self._num_ended
             return False
@@ -220,7 +229,7 @@ class PrefixTiers:
 
         Where two have the same, the faster one is chosen. Those that have nothing more than the pools count a miss.
         """
-        text = self._hashes(tokens, extra_key, tenant)
+        text = self.hashes(tokens, extra_key, tenant)
         best: tuple[Tier, list[Stored]] | None = None
         is_first = not wish.other and not wish.failed and wish.refused_at is None  # a wish counts once
         for tier in self.tiers:
@@ -229,8 +238,8 @@ class PrefixTiers:
             text.restart()
             chain = [entry for entry in tier.find(text) if entry.end > known]
             if not chain:
-                if is_first:
-                    tier.count_miss(tier.why_absent(text))
+                if is_first and (reason := tier.why_absent(text)) is not None:
+                    tier.count_miss(reason)
             elif chain[-1].end - known >= MIN_GAIN and (best is None or chain[-1].end > best[1][-1].end):
                 best = tier, chain
         return best
@@ -285,8 +294,8 @@ class PrefixTiers:
             slots: TokenSlots = pages[positions // size - first_page] * size + positions % size
             slot = self._states.reserve(PREFIX_CACHE)
             assert slot is not None
-            self._transfer.put_tokens([entry for entry in entries if entry.end > node.end], node.end, slots)
-            self._transfer.put_state(last, slot)
+            self.transfer.put_tokens([entry for entry in entries if entry.end > node.end], node.end, slots)
+            self.transfer.put_state(last, slot)
             if self._cache.insert(node, tokens, slots, slot).takes_state:
                 slot = None
         finally:

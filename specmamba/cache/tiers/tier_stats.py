@@ -6,7 +6,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-TierMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
+TierMiss = Literal[
+    "absent",
+    "damaged",
+    "format",
+    "fingerprint",
+    "vanished",
+    "unreadable",
+    "slow",
+    "no_room",
+    "unreachable",  # the following are of other servers alone
+    "refused",
+    "cut",
+    "expired",
+]
 TIER_MISSES: tuple[TierMiss, ...] = get_args(TierMiss)
 LostWrite = Literal["busy", "too_large", "disk_full", "failed"]
 LOST_WRITES: tuple[LostWrite, ...] = get_args(LostWrite)
