@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-from specmamba.cache.tiers.tier_stats import TIER_MISSES, TierMiss
+from specmamba.cache.tiers.tier_stats import REMOTE_MISSES, TierMiss
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +44,5 @@ class HandoffCounts:
     def stats(self, num_open: int) -> HandoffStats:
         """Return the counts."""
         with self._lock:
-            failures = {reason: self._failures[reason] for reason in TIER_MISSES}
+            failures = {reason: self._failures[reason] for reason in REMOTE_MISSES}
             return HandoffStats(self._num_handoffs, self._num_bytes, self._seconds, failures, num_open)

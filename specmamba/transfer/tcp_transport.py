@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from specmamba.cache.tiers.entry import Entry, EntryLayout
-from specmamba.cache.tiers.tier_stats import TIER_MISSES
+from specmamba.cache.tiers.tier_stats import REMOTE_MISSES
 from specmamba.errors import EngineStoppedError
 from specmamba.transfer.leases import Leases
 from specmamba.transfer.peer_link import LinkError, PeerLink
@@ -41,7 +41,7 @@ class TcpConnection:
                 return
             if answer.get("state") != "waiting":
                 reason = answer.get("reason")
-                raise LinkError(next((known for known in TIER_MISSES if known == reason), "damaged"))
+                raise LinkError(next((known for known in REMOTE_MISSES if known == reason), "damaged"))
 
     def read(self, wanted: Wanted, layout: EntryLayout) -> Entry:
         """As ``Connection.read``."""

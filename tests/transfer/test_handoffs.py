@@ -42,7 +42,7 @@ def test_texts_and_drafts_are_those_of_one_server(drafts: str, texts: list[Token
         found = decode.run(text, room_at(prefill, room))
         assert (found.tokens, found.spec, found.num_cached) == (expected.tokens, expected.spec, len(text) - 1)
         before = decode.stats()
-        assert (before.num_handoffs, prefill.stats().num_handoffs) == (1, 1)
+        assert before.num_handoffs == 1
 
         waits = decode.start(other, room_at(prefill, early))  # before the prefill server has got its request
         wait_until(lambda: decode.stats().num_open == 1)
@@ -57,6 +57,7 @@ def test_texts_and_drafts_are_those_of_one_server(drafts: str, texts: list[Token
         lacking = len(longer) - len(text) - len(found.tokens)
         assert decode.stats().num_bytes - 2 * before.num_bytes == layout.entry_bytes(lacking)
         assert turn.tokens == alone(longer, drafts).tokens
+        wait_until(lambda: prefill.stats().num_handoffs == 3)
         assert prefill.stats().num_bytes == decode.stats().num_bytes
         assert not prefill.failures()
         assert not decode.failures()
@@ -142,7 +143,7 @@ def test_a_server_with_another_key_is_refused(prefill: Side, texts: list[Tokens]
     prefill.prefill(texts[0], room)
     with side("decode", "chain", disaggregation_key="another-key-of-16-characters") as other:
         assert miss(other, texts[0], room_at(prefill, room), expected) == "refused"
-    assert prefill.stats().failures["refused"] == before.failures["refused"] + 1
+    wait_until(lambda: prefill.stats().failures["refused"] == before.failures["refused"] + 1)
     assert prefill.stats().num_open == 1
     with side("decode", "chain") as own:
         assert own.run(texts[0], room_at(prefill, room)).num_cached == len(texts[0]) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from specmamba.core import Handoff
 from specmamba.server.http.callers import host_name, is_loopback
@@ -14,24 +14,28 @@ from specmamba.server.http.fields import MAX_PROMPTS, StrictModel, shortened
 from specmamba.server_config import ServerConfig
 
 T = TypeVar("T")
+ONE, LIST = "(one)", "(list)"
 HostName = Annotated[str, Field(min_length=1, max_length=253)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Room = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Room = Annotated[int, Field(ge=0, lt=2**63)]
+_Several = Field(max_length=MAX_PROMPTS, fail_fast=True)
+_OneOrList = Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
 
 
 class HandoffRequest(StrictModel):
     """Where prefill and decode of a request meet: one room, or one for each of its prompts or choices."""
 
     bootstrap_host: Annotated[
-        HostName | Annotated[list[HostName | None], Field(max_length=MAX_PROMPTS)] | None,
+        Annotated[Annotated[HostName, Tag(ONE)] | Annotated[list[HostName | None], _Several, Tag(LIST)], _OneOrList]
+        | None,
         Field(description="of the prefill server (--disaggregation-mode); SGLang's router adds it"),
     ] = None
     bootstrap_port: Annotated[
-        Port | Annotated[list[Port | None], Field(max_length=MAX_PROMPTS)] | None,
+        Annotated[Annotated[Port, Tag(ONE)] | Annotated[list[Port | None], _Several, Tag(LIST)], _OneOrList] | None,
         Field(description="from which that server hands prompts over; none: --disaggregation-bootstrap-port"),
     ] = None
     bootstrap_room: Annotated[
-        Room | Annotated[list[Room], Field(max_length=MAX_PROMPTS)] | None,
+        Annotated[Annotated[Room, Tag(ONE)] | Annotated[list[Room], _Several, Tag(LIST)], _OneOrList] | None,
         Field(description="a number that both servers get with the request"),
     ] = None
 
