@@ -45,7 +45,8 @@ class PeerLink:
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection, self.deadline = connection, deadline
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # the other side has gone already, which a read tells
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._key = b""
         self._labels = b"", b""  # of what is sent, and received
         self._counts = [0, 0]

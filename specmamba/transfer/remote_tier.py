@@ -212,11 +212,15 @@ class RemoteTier:
     # ---- threads of pulls --------------------------------------------------------------------------------------------
 
     def _end(self, load: Load, expected: Expected) -> None:
+        result: tuple[Entry, ...] | TierMiss = "unreadable"
         try:
-            load.end(self._pull(load, expected))
+            result = self._pull(load, expected)
         except Exception:  # its request must not wait
             logger.exception("a prompt cannot be read from a prefill server")
-            load.end("unreadable")
+        is_unwanted = load.is_over
+        load.end(result)
+        if is_unwanted and isinstance(result, str):
+            self._give_up(expected)  # the prefill server may not have been asked yet
 
     def _pull(self, load: Load, expected: Expected) -> tuple[Entry, ...] | TierMiss:
         stored = load.chain[0]

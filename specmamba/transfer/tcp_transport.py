@@ -76,7 +76,7 @@ class TcpTransport:
         self._key, self._listener = key, listener
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._copies = threading.BoundedSemaphore(MAX_COPIES)
-        self._is_closed = False
+        self._is_closed = self._has_refused = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -132,12 +132,19 @@ class TcpTransport:
                 self._answer_link(PeerLink.accept(connection, self._key, time.monotonic() + HELLO_S), leases)
         except LinkError as error:
             if error.reason == "refused":
-                leases.counts.fail("refused")
-                logger.warning("a handoff is refused: the other side does not know the key (--disaggregation-key)")
+                self._refuse(leases)
         except Exception:
             logger.exception("a handoff has failed")
         finally:
             self._places.release()
+
+    def _refuse(self, leases: Leases) -> None:
+        leases.counts.fail("refused")
+        if not self._has_refused:  # the log is not for those who may connect to fill
+            logger.warning(
+                "a handoff was refused, as another key was used (--disaggregation-key); /metrics counts more"
+            )
+        self._has_refused = True
 
     def _answer_link(self, link: PeerLink, leases: Leases) -> None:
         message = link.receive()

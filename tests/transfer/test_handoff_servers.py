@@ -148,6 +148,11 @@ def test_figures(pair: Pair) -> None:
         assert figures["specmamba_open_handoffs"] == 0
 
 
+def test_a_decode_server_has_nothing_of_its_own_below_its_pools(pair: Pair) -> None:
+    answer = pair.decode.http.post("/cache/load", json={"prompt": PROMPT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_stored_prefixes")
+
+
 def test_servers_answer_requests_without_rooms_themselves(pair: Pair, one: Served) -> None:
     body = {"prompt": PROMPTS[2], "temperature": 0, "max_tokens": 12}
     expected = texts_of(one.http.post("/v1/completions", json=body))
@@ -160,6 +165,8 @@ def test_servers_answer_requests_without_rooms_themselves(pair: Pair, one: Serve
     ("fields", "param"),
     [
         ({"bootstrap_room": 1}, "bootstrap_host"),
+        ({"bootstrap_host": "127.0.0.1"}, "bootstrap_host"),
+        ({"bootstrap_port": 8998}, "bootstrap_port"),
         ({"bootstrap_room": 1, "bootstrap_host": "10.0.0.7"}, "bootstrap_host"),
         ({"bootstrap_room": 1, "bootstrap_host": "local host"}, "bootstrap_host"),
         ({"bootstrap_room": 1, "bootstrap_host": ["127.0.0.1", "::1"]}, "bootstrap_host"),

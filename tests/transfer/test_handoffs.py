@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,16 +27,23 @@ Tokens = tuple[int, ...]
 ROOMS = itertools.count(2**62)  # as large as those of routers
 
 
-def alone(text: Tokens, drafts: str = "plain") -> Text:
+def alone(drafts: str, *texts: Tokens) -> list[Text]:
+    """What one server answers, from nothing."""
+    found = []
     with side("null", drafts) as one:
-        return one.run(text)
+        for text in texts:
+            found.append(one.run(text))
+            one.flush()
+    return found
 
 
 @pytest.mark.fast_cases("chain", "ngram", "plain")
 @pytest.mark.parametrize("drafts", sorted(DRAFTS))
 def test_texts_and_drafts_are_those_of_one_server(drafts: str, texts: list[Tokens]) -> None:
     text, other = texts[:2]
-    expected, of_other = alone(text, drafts), alone(other, drafts)
+    expected, of_other = alone(drafts, text, other)
+    longer = text + expected.tokens + other[:40]  # whose beginning the decode server will have
+    (of_longer,) = alone(drafts, longer)
     with side("prefill", drafts) as prefill, side("decode", drafts, page_size=4) as decode:
         room, early, late = (next(ROOMS) for _ in range(3))
         assert prefill.prefill(text, room).tokens == ()
@@ -49,14 +57,13 @@ def test_texts_and_drafts_are_those_of_one_server(drafts: str, texts: list[Token
         prefill.prefill(other, early)
         assert waits.wait() == Text(of_other.tokens, of_other.spec, len(other) - 1, "length")
 
-        longer = text + found.tokens + other[:40]  # whose beginning the decode server has
         prefill.prefill(longer, late)
         turn = decode.run(longer, room_at(prefill, late))
         assert turn.num_cached == len(longer) - 1
         layout = layout_of(decode)
         lacking = len(longer) - len(text) - len(found.tokens)
         assert decode.stats().num_bytes - 2 * before.num_bytes == layout.entry_bytes(lacking)
-        assert turn.tokens == alone(longer, drafts).tokens
+        assert turn.tokens == of_longer.tokens
         wait_until(lambda: prefill.stats().num_handoffs == 3)
         assert prefill.stats().num_bytes == decode.stats().num_bytes
         assert not prefill.failures()
@@ -79,7 +86,7 @@ def decode() -> Iterator[Side]:
 
 @pytest.fixture(scope="module")
 def expected(texts: list[Tokens]) -> Text:
-    return alone(texts[0], "chain")
+    return alone("chain", texts[0])[0]
 
 
 def miss(decode: Side, text: Tokens, handoff: Handoff, expected: Text) -> str:
@@ -204,7 +211,7 @@ def test_another_model_and_another_text_are_missed(
 
 def test_two_decode_servers_at_once(prefill: Side, decode: Side, texts: list[Tokens]) -> None:
     chosen = texts[:4]
-    expected = [alone(text, "chain").tokens for text in chosen]
+    expected = [each.tokens for each in alone("chain", *chosen)]
     decode.flush()
     with side("decode", "chain") as second:
         rooms = [next(ROOMS) for _ in range(8)]
@@ -277,9 +284,30 @@ def test_prompts_that_are_held_leave_room_for_others(texts: list[Tokens], expect
 
 
 def test_a_short_prompt_is_computed_where_it_is_needed(prefill: Side, decode: Side, texts: list[Tokens]) -> None:
-    for text in (texts[0][:1], texts[0][:10]):
+    short = texts[0][:1], texts[0][:10]
+    for text, own in zip(short, alone("chain", *short), strict=True):
         room = next(ROOMS)
         prefill.prefill(text, room)
-        assert decode.run(text, room_at(prefill, room)).tokens == alone(text, "chain").tokens
+        assert decode.run(text, room_at(prefill, room)).tokens == own.tokens
     prefill.check()
     decode.check()
+
+
+def test_a_folder_of_prefixes_may_be_below_both(texts: list[Tokens], expected: Text, tmp_path: Path) -> None:
+    folders = [{"hicache_storage_dir": tmp_path / name} for name in ("prefill", "decode")]
+    with side("prefill", "chain", **folders[0]) as prefill, side("decode", "chain", **folders[1]) as decode:
+        for number in range(2):  # the second time both have it on disk, and nothing is handed over
+            room = next(ROOMS)
+            prefill.prefill(texts[0], room)
+            found = decode.run(texts[0], room_at(prefill, room))
+            assert (found.tokens, found.spec, found.num_cached) == (expected.tokens, expected.spec, len(texts[0]) - 1)
+            assert decode.stats().num_handoffs == 1
+            disk = decode.thread.call(lambda engine: engine.stats()).result(30).disk
+            assert disk is not None
+            assert disk.hits == number
+            for each in (prefill, decode):
+                each.check()
+                tiers = each.engine.cache_manager.tiers
+                assert tiers is not None
+                assert tiers.drain()
+                each.flush()

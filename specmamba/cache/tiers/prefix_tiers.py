@@ -270,22 +270,28 @@ class PrefixTiers:
             return
         self._cache.lock(node)
         try:
-            fits = self._insert_below(node, entries, tokens[node.end : last.end])
+            inserted = self._insert_below(node, entries, tokens[node.end : last.end])
         finally:
             start = node.end
             self._cache.unlock(node)
-        if fits:
-            tier.count_hit(load, last.end - start)
-        else:
+        if inserted is None:
             tier.count_miss("no_room")
+            return
+        tier.count_hit(load, last.end - start)
+        if tier.policy is None:  # it is new here: the other tiers may want it
+            self.state_was_left(inserted)
 
-    def _insert_below(self, node: Node, entries: Sequence[Entry], tokens: Tokens) -> bool:
-        """Insert the tokens that follow a locked node, with their KV and the state at their end; False: no room."""
+    def _insert_below(self, node: Node, entries: Sequence[Entry], tokens: Tokens) -> Node | None:
+        """Insert the tokens that follow a locked node, with their KV and the state at their end.
+
+        Returns:
+            The node at their end; None: there is no room.
+        """
         last, size, allocator = entries[-1], self._kv.page_size, self._kv.allocator
         first_page = node.end // size
         num_pages = -(-last.end // size) - first_page
         if not self._cache.evict_states(1) or not self._cache.evict_pages(num_pages):
-            return False
+            return None
         pages = allocator.allocate(num_pages)
         assert pages is not None
         slot = None
@@ -296,10 +302,11 @@ class PrefixTiers:
             assert slot is not None
             self.transfer.put_tokens([entry for entry in entries if entry.end > node.end], node.end, slots)
             self.transfer.put_state(last, slot)
-            if self._cache.insert(node, tokens, slots, slot).takes_state:
+            insertion = self._cache.insert(node, tokens, slots, slot)
+            if insertion.takes_state:
                 slot = None
         finally:
             allocator.release(pages, pinned=True)
             if slot is not None:
                 self._states.free(slot, PREFIX_CACHE)
-        return True
+        return insertion.node

@@ -51,6 +51,9 @@ def handoffs_of(
     """
     count = num_prompts * per_prompt
     if body.bootstrap_room is None:
+        for name in ("host", "port"):
+            if getattr(body, f"bootstrap_{name}") is not None:
+                raise _refusal(name, "this needs bootstrap_room")
         return [None] * count
     if config.disaggregation_mode == "null":
         raise _refusal("room", "this server is neither for prefill nor for decode (--disaggregation-mode)")
