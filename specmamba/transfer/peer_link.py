@@ -74,7 +74,7 @@ class PeerLink:
             connection = socket.create_connection((host, port), _left(deadline))
         except TimeoutError:
             raise LinkError("slow") from None
-        except OSError:
+        except (OSError, UnicodeError):  # the latter for what can be no name of a host
             raise LinkError("unreachable") from None
         link = cls(connection, deadline)
         try:

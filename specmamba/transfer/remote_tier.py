@@ -21,6 +21,7 @@ from specmamba.transfer.wanted import Source, Wanted
 logger = logging.getLogger("specmamba")
 
 MAX_PULLS = 64  # under way; further ones begin when one of them has ended
+GIVE_UP_S = 10.0  # to tell a prefill server that a prompt is not wanted
 MAX_BYTES_IN_FLIGHT = 1 << 30  # of these; a single prompt may be larger
 
 
@@ -248,13 +249,14 @@ class RemoteTier:
             connection.close()
 
     def _give_up(self, expected: Expected) -> None:
+        """Tell the prefill server that a prompt is not wanted. Where it is not reached it holds it for its time."""
         try:
-            connection = self._transport.connect(expected.source, expected.deadline)
+            connection = self._transport.connect(expected.source, time.monotonic() + GIVE_UP_S)
         except LinkError:
             return
         try:
             connection.abort(expected.source.room)
         except LinkError:
-            return  # it is held until it is too old
+            return
         finally:
             connection.close()

@@ -140,10 +140,8 @@ class TcpTransport:
 
     def _refuse(self, leases: Leases) -> None:
         leases.counts.fail("refused")
-        if not self._has_refused:  # the log is not for those who may connect to fill
-            logger.warning(
-                "a handoff was refused, as another key was used (--disaggregation-key); /metrics counts more"
-            )
+        if not self._has_refused:  # once: those who may connect must not fill the log
+            logger.warning("a handoff was refused: the other side has another key (--disaggregation-key)")
         self._has_refused = True
 
     def _answer_link(self, link: PeerLink, leases: Leases) -> None:
@@ -158,6 +156,8 @@ class TcpTransport:
         except LinkError as error:
             leases.counts.fail(error.reason)
             leases.abandon(wanted.room, error.reason)
+            if error.reason in ("cut", "slow"):  # the other side is gone, or waits no more
+                return
             link.deadline = time.monotonic() + HELLO_S
             with suppress(LinkError):
                 link.send({"state": "failed", "reason": error.reason})
