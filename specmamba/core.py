@@ -27,6 +27,15 @@ ANYONE = Owner()
 
 
 @dataclass(frozen=True, slots=True)
+class Handoff:
+    """Where a prompt goes from the prefill server that computes it to the decode server that continues it."""
+
+    room: int  # both get a request with this number
+    host: str | None = None  # of the prefill server; None: this is it
+    port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SpecStats:
     """Speculation figures of one request or of many.
 

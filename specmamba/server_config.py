@@ -17,6 +17,7 @@ _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", r
 _HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]+", re.ASCII | re.IGNORECASE)
 _KEY_RULE = "a key is printable text without commas and spaces"
 _MAX_KEY_FILE_BYTES = 1 << 20
+MIN_SHARED_KEY = 16  # characters: proofs of a shorter key could be guessed by those who see them
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -31,6 +32,18 @@ def _checked_key(key: SecretStr) -> SecretStr:
     if not _is_key(key.get_secret_value()):
         raise ValueError(_KEY_RULE)
     return key
+
+
+def _checked_shared_key(key: SecretStr) -> SecretStr:
+    if len(_checked_key(key).get_secret_value()) < MIN_SHARED_KEY:
+        raise ValueError(f"the key of prefill and decode servers has {MIN_SHARED_KEY} characters or more")
+    return key
+
+
+def _own_transport(name: object) -> object:
+    if name in ("nixl", "mooncake", "mori", "ascend", "fake"):
+        raise ValueError(f"prompts go over TCP here, and {name} is not supported: choose tcp, or drop the flag")
+    return name
 
 
 def _is_key(text: str) -> bool:
@@ -98,6 +111,32 @@ class ServerConfig(EngineConfig):
         Literal["prefix", "round_robin"],
         Field(description="which copy gets a request: the one with the least to compute for it, or each in turn"),
     ] = "prefix"
+    disaggregation_mode: Annotated[
+        Literal["null", "prefill", "decode"],
+        Field(description="prefill: compute prompts for decode servers; decode: take them over; null: neither"),
+    ] = "null"
+    disaggregation_bootstrap_port: Annotated[
+        int,
+        Field(ge=0, le=65535, description="port from which a prefill server hands prompts over, at --host; 0: any"),
+    ] = 8998
+    disaggregation_transfer_backend: Annotated[
+        Literal["tcp"], BeforeValidator(_own_transport), Field(description="how prompts are handed over")
+    ] = "tcp"
+    disaggregation_key: Annotated[
+        Annotated[SecretStr, AfterValidator(_checked_shared_key)] | None,
+        Field(description="key that prefill and decode servers prove to each other"),
+    ] = None
+    disaggregation_key_file: Annotated[
+        Path | None, Field(description="a file that holds the key of prefill and decode servers")
+    ] = None
+    disaggregation_prefill_hosts: Annotated[
+        Hosts,
+        Field(description="a prefill server that requests may name, beside this machine; may be given again"),
+    ] = ()
+    disaggregation_timeout: Annotated[
+        Seconds, Field(description="seconds that a request waits for its prompt, and that a prompt is held")
+    ] = 30.0
+
     api_key: Annotated[
         ApiKeys, Field(description="ask every client for this key (Authorization: Bearer ...); may be given again")
     ] = ()
@@ -179,7 +218,7 @@ class ServerConfig(EngineConfig):
     @model_validator(mode="before")
     @classmethod
     def _add_keys_of_files(cls, values: Any) -> Any:
-        """Add the keys in ``api_key_file`` to ``api_key``; that in ``admin_key_file`` becomes ``admin_key``."""
+        """Add the keys in ``api_key_file`` to ``api_key``; those in files of one key become that key."""
         if not isinstance(values, dict):
             return values
         added: dict[str, Any] = {}
@@ -190,12 +229,14 @@ class ServerConfig(EngineConfig):
                 raise ValueError(f"--api-key: {error}") from None
             own = list(given) if isinstance(given, list | tuple) else [given]
             added["api_key"] = [*own, *_keys_in(Path(file), "--api-key-file")]
-        if isinstance(file := values.get("admin_key_file"), str | Path):
-            if values.get("admin_key") is not None:
-                raise ValueError("--admin-key, --admin-key-file: give one of them")
-            added["admin_key"], *more = _keys_in(Path(file), "--admin-key-file")
-            if more:
-                raise ValueError(f"--admin-key-file: {file} holds more than one key")
+        for name in ("admin_key", "disaggregation_key"):
+            if isinstance(file := values.get(f"{name}_file"), str | Path):
+                flag = f"--{name.replace('_', '-')}"
+                if values.get(name) is not None:
+                    raise ValueError(f"{flag}, {flag}-file: give one of them")
+                added[name], *more = _keys_in(Path(file), f"{flag}-file")
+                if more:
+                    raise ValueError(f"{flag}-file: {file} holds more than one key")
         return {**values, **added}
 
     @model_validator(mode="after")
@@ -204,11 +245,18 @@ class ServerConfig(EngineConfig):
             raise ValueError("--admin-key: it must not be one of the keys that clients have (--api-key)")
         return self
 
+    @model_validator(mode="after")
+    def _sides_fit(self) -> ServerConfig:
+        if (problem := _disaggregation_problem(self)) is not None:
+            raise ValueError(problem)
+        return self
+
     @property
     def exposed_key_files(self) -> list[Path]:
         """The files of keys that other users of the machine may read."""
         exposed = stat.S_IRGRP | stat.S_IROTH
-        files = [file for file in (self.api_key_file, self.admin_key_file) if file is not None and file.is_file()]
+        given = self.api_key_file, self.admin_key_file, self.disaggregation_key_file
+        files = [file for file in given if file is not None and file.is_file()]
         return [file for file in files if file.stat().st_mode & exposed]
 
     @property
@@ -216,3 +264,26 @@ class ServerConfig(EngineConfig):
         if self.served_model_name is not None:
             return self.served_model_name
         return "specmamba-demo" if self.model is None else self.model
+
+
+def _disaggregation_problem(config: ServerConfig) -> str | None:
+    """Return what is wrong with the flags of prefill and decode servers, or None."""
+    mode, fields = f"--disaggregation-mode {config.disaggregation_mode}", type(config).model_fields
+    if config.disaggregation_mode == "null":
+        names = [name for name in fields if name.startswith("disaggregation_")]
+        given = [_flag(name) for name in names if getattr(config, name) != fields[name].default]
+        return f"{', '.join(given)}: this needs --disaggregation-mode prefill or decode" if given else None
+    if config.disaggregation_key is None:
+        return f"{mode}: both servers need one key, by --disaggregation-key-file"
+    for name in ("tp_size", "dp_size"):
+        if (size := getattr(config, name)) > 1:
+            return f"{mode}: prompts are handed over by one process: drop it, or {_flag(name)} {size}"
+    if config.disable_radix_cache:
+        return f"{mode}: this needs the prefix cache: drop it, or --disable-radix-cache"
+    if config.disaggregation_mode == "prefill" and config.disaggregation_prefill_hosts:
+        return f"--disaggregation-prefill-hosts: this is for decode servers: drop it, or {mode}"
+    return None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -26,10 +26,12 @@ from specmamba.grammar import CompiledGrammar
 from specmamba.models.text.infill import Infill
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
+from specmamba.server.handoff_setup import open_transport, start_handoffs
 from specmamba.server.listener import listen, url_of
 from specmamba.server.serve import ApiServer
 from specmamba.server_config import ServerConfig
 from specmamba.templates.rendering import Conversation, RenderedChat, render
+from specmamba.transfer.handoff_stats import HandoffStats
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return None\n"
@@ -118,6 +120,7 @@ class FakeStats:
     prefix_cache: CacheStats = CACHE_STATS
     host: TierStats | None = None  # None: no prefixes in host memory,
     disk: TierStats | None = None  # or on disk
+    handoffs: HandoffStats | None = None
 
 
 @dataclass
@@ -377,6 +380,8 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
         engine.config = config
     engine_thread = EngineThread(lambda: engine, config.stream_chunk_interval)
     engine_thread.start()
+    if (transport := open_transport(config)) is not None:
+        start_handoffs(config, engine_thread, transport)
     listener = listen(config.host, config.port)
     with pytest.MonkeyPatch.context() as patch:
         if getattr(engine, "renders_in_process", False):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner
+from specmamba.core import ANYONE, FinishReason, Handoff, OutputDelta, Owner
 from specmamba.errors import RequestError
 from specmamba.parallel.messages import encoded
 from specmamba.sampling_params import SamplingParams
@@ -40,6 +40,7 @@ class EngineRequest:
     owner: Owner = ANYONE
     forced_output_ids: Sequence[int] = ()  # given instead of chosen, as far as they go
     predicted_ids: Sequence[int] = ()  # expected output, to draft from
+    handoff: Handoff | None = None  # where its prompt goes to, or comes from
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
 from specmamba.cache.prefix.inspection import View
-from specmamba.cache.tiers.tier_setup import build_tiers, require_disk_folder
+from specmamba.cache.tiers.pool_transfer import PoolTransfer
+from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_disk_folder
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
-from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
+from specmamba.core import ANYONE, DraftView, Handoff, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
@@ -29,6 +30,7 @@ from specmamba.engine.captured.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text
+from specmamba.engine.handoffs import DecodeSide, Handoffs, PrefillSide
 from specmamba.engine.loading import (
     identity_of,
     keep_freed_memory,
@@ -50,6 +52,8 @@ from specmamba.models.text.tokenizer import Detokenizer
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.processes.unused_memory import return_freed_memory
 from specmamba.sampling_params import SamplingParams
+from specmamba.transfer.leases import Between
+from specmamba.transfer.transport import TransferPlan
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools
 from specmamba.verify.record_buffers import RecordBuffers
@@ -117,6 +121,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache_manager, SchedulerLimits.of(config, self.draft_plan.num_lookahead_slots))
         self.context_length = self.memory_plan.context_length
         self._requests: dict[str, Request] = {}
+        self.handoffs: Handoffs | None = None  # of ``start_handoffs``
         self._num_added = 0
         self._order = itertools.count()  # of arrival: never used twice, since settings on the device are kept by it
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
@@ -141,12 +146,35 @@ class Engine:
             self.cache_manager.cache,
             self.pools.kv,
             self.pools.states,
-            lambda: identity_of(config, folder, self.models, self.draft_plan),
+            self._identity,
         )
         graph_lines += [] if tiers is None else tiers.describe_lines()
         graph_lines += [] if self.ranks.size == 1 else [f"{self.ranks.size} ranks share the model: sizes are of one"]
         for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
+
+    def _identity(self) -> dict[str, str]:
+        return identity_of(self.config, self.folder, self.models, self.draft_plan)
+
+    def start_handoffs(self, plan: TransferPlan, between: Between) -> None:
+        """Leave prompts of requests with a room for decode servers, or get them from prefill servers, from now on.
+
+        Args:
+            plan: which of the two, and how.
+            between: calls a function on this engine's thread, between two steps.
+
+        Raises:
+            ConfigError: there is too little memory.
+        """
+        manager = self.cache_manager
+        if plan.is_prefill:
+            transfer = self._new_transfer() if manager.tiers is None else manager.tiers.transfer
+            self.handoffs = PrefillSide(plan, between, manager, transfer)
+        else:
+            self.handoffs = DecodeSide(plan, manager, self._new_transfer)
+
+    def _new_transfer(self) -> PoolTransfer:
+        return new_transfer(self.config, self.pools.kv, self.pools.states, self._identity())
 
     def _memory_budget(self, config: EngineConfig) -> int:
         """Bytes for weights and pools, the same on all ranks: the smallest that one of them has."""
@@ -231,6 +259,13 @@ class Engine:
         self._requests[request_id] = request
         self._num_added += 1
 
+    def hand_over(self, request_id: str, handoff: Handoff) -> None:
+        """Name the room of a request that was just added; without ``start_handoffs`` it is like any other."""
+        request = self._requests[request_id]
+        request.handoff = handoff
+        if self.handoffs is not None:
+            self.handoffs.expect(request)
+
     def check_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, forced_output_ids: Sequence[int] = ()
     ) -> None:
@@ -308,6 +343,8 @@ class Engine:
             self.scheduler.release(request)
             if request.follower is not None:
                 request.follower.close()
+            if self.handoffs is not None:
+                self.handoffs.was_dropped(request)
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
@@ -325,6 +362,8 @@ class Engine:
             self.preempt(yielding)
             deltas += self._admit()
         if not self.scheduler.num_running:
+            if self.scheduler.waiting and self.handoffs is not None and self.handoffs.make_room():
+                deltas += self._admit()
             self.cache_manager.wait_for_tiers()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
@@ -356,6 +395,8 @@ class Engine:
         deltas = []
         for request in self.scheduler.admit():
             self.runner.admit(request)
+            if self.handoffs is not None:
+                self.handoffs.was_admitted(request)
             if request.follower is not None:
                 request.follower.start()
             if not request.num_to_extend:
@@ -388,6 +429,9 @@ class Engine:
         deltas = []
         for request in requests:
             if request.is_only_run:
+                if self.handoffs is not None and request.handoff is not None:
+                    self._leave([request])  # the state that it has may be the only one
+                    self.handoffs.leave(request)
                 deltas.append(request.delta((), "", "length"))
                 self.abort(request.request_id)
             else:
@@ -407,7 +451,12 @@ class Engine:
         """Numbers of queues and pools now, and of speculation since the start."""
         sizer, drafter = self.runner.sizer, self.runner.drafter
         stats = self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
-        return replace(stats, sizing=None if sizer is None else sizer.stats(), draft_texts=drafter.text_stats)
+        return replace(
+            stats,
+            sizing=None if sizer is None else sizer.stats(),
+            draft_texts=drafter.text_stats,
+            handoffs=None if self.handoffs is None else self.handoffs.stats(),
+        )
 
     def stats_of(self, tenant: str | None) -> TenantStats:
         """Numbers of one tenant's requests now, and since the start."""
@@ -492,6 +541,8 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
+        if self.handoffs is not None:
+            self.handoffs.close()
         self.cache_manager.close()
         if self.runner.graph_runner is not None:
             self.runner.graph_runner.replay.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
 from specmamba.cache.tiers.prefix_tiers import TierWish
-from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
+from specmamba.core import ANYONE, FinishReason, Handoff, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.draft.drafter import SharedText
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.errors import GrammarError
@@ -142,6 +142,7 @@ class Request:
     told_error: GrammarError | None = None  # of its grammar, from rank 0, which alone follows it
     predicted: PredictedText | None = None  # that the output may repeat
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
+    handoff: Handoff | None = None  # where its prompt goes to, or comes from
     tier_wish: TierWish = field(default_factory=TierWish)
     must_compute: bool = False  # ignore the prefix cache: memory does not hold the request and its cached prefix
     prompt_array: NDArray[np.int64] = field(init=False)

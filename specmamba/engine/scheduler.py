@@ -28,6 +28,7 @@ from specmamba.engine.fair_queue import (
 )
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
+from specmamba.transfer.handoff_stats import HandoffStats
 from specmamba.verify.pools import Pools
 
 HEADROOM = 32  # KV tokens that admission leaves to every running request: fewer preemptions, each of which costs more
@@ -78,6 +79,7 @@ class EngineStats:
     host: TierStats | None = None  # None: no prefixes are in host memory,
     disk: TierStats | None = None  # or on disk
     draft_texts: DraftTextStats | None = None  # None: drafts are not copied from suffix automata
+    handoffs: HandoffStats | None = None  # None: prefill and decode are not apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,6 +348,8 @@ def _add_to(engine: Engine, request: EngineRequest) -> None:
         grammar=request.grammar,
         owner=request.owner,
     )
+    if request.handoff is not None:
+        engine.hand_over(request.request_id, request.handoff)
 
 
 def _one_line(error: BaseException) -> str:

@@ -12,8 +12,8 @@ _SEND_BUFFER_BYTES = 128 << 10
 _BACKLOG = 2048  # connections that wait to be accepted, also while the model loads
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on an address. Connections wait until they are accepted.
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket that listens on an address; ``flag`` gives the port. Connections wait until they are accepted.
 
     It must listen and not only be bound: two servers can bind the same port as long as neither listens.
 
@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"--host, {flag}: cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
 
 

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from specmamba.engine.thread import EngineThread
 from specmamba.processes.unused_memory import drop_library_pages, return_freed_memory
 from specmamba.server.app import create_app
+from specmamba.server.handoff_setup import open_transport, start_handoffs
 from specmamba.server.http.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
 from specmamba.server.listener import is_reached_from_outside, listen, url_of
 from specmamba.server.observe.line_writer import ProcessOutput
@@ -88,8 +89,11 @@ def _warn_of_exposure(config: ServerConfig, listener: socket.socket) -> None:
 
 def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket) -> tuple[int, bool]:
     """Serve to the end. Returns the exit status, and whether the engine's thread has ended."""
+    transport = open_transport(config)  # before what takes long
     engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
     engine_thread.start()
+    if transport is not None:
+        start_handoffs(config, engine_thread, transport)  # what goes wrong ends the process
     server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
     _keep_what_is_loaded()
     server.run(sockets=[listener])

@@ -26,6 +26,7 @@ from specmamba.generate_config import GenerateConfig
 from specmamba.info import InfoConfig
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
+from specmamba.transfer.handoff_stats import HandoffStats
 from tests.fake_engine import FakeEngine, serving
 from tests.repository import ROOT, tracked_files
 
@@ -218,7 +219,8 @@ def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
 def test_operations_has_every_metric() -> None:
     sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.1, 0.0, 0, (1.0,), "off")
     disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
-    stats = replace(FakeEngine().stats(), sizing=sizing, host=disk, disk=disk)
+    handoffs = HandoffStats(1, 1, 0.1, {"slow": 1}, 0)
+    stats = replace(FakeEngine().stats(), sizing=sizing, host=disk, disk=disk, handoffs=handoffs)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "version",
     ),
     ("cache", "parallel", "templates"),
-    ("checkpoints", "layers"),
+    ("checkpoints", "layers", "transfer"),
     ("models",),
     ("verify", "grammar"),
     ("draft",),

@@ -116,7 +116,7 @@ class DiskTier:
         if old:
             self._reader.put(lambda: self._touch(old), 0)
 
-    def load(self, chain: Sequence[Stored]) -> Load | None:
+    def load(self, chain: Sequence[Stored], known: int = 0) -> Load | None:
         """Begin to read a chain; of all entries but the last, KV alone is read. None: loads hold too much memory."""
         load = Load(chain)
         if self._loading and self._loading + load.nbytes > MAX_BYTES_IN_FLIGHT and not self.hangs:

@@ -67,7 +67,7 @@ class HostTier:
         for stored in chain:
             stored.used = time.time_ns()
 
-    def load(self, chain: Sequence[Stored]) -> Load:
+    def load(self, chain: Sequence[Stored], known: int = 0) -> Load:
         """Return a chain at once; its memory stays as it is until ``release``."""
         load = Load(chain)
         self.note_use(chain)

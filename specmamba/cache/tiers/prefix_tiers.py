@@ -62,7 +62,7 @@ class PrefixTiers:
             hashes: of texts, by which all of them find entries.
         """
         self._cache, self._kv, self._states = cache, kv, states
-        self._transfer, self._hashes = transfer, hashes
+        self.transfer, self.hashes = transfer, hashes
         self.tiers = tuple(tiers)
         self._writer = TierWriter(transfer, self.tiers, hashes)
         self._loads: list[Load] = []  # under way
@@ -72,6 +72,15 @@ class PrefixTiers:
         for tier in self.tiers:
             if isinstance(tier, HostTier) and (below := self._writer.below(tier)) is not None:
                 tier.on_evict = partial(self._writer.copy, tier=below)
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that are under way, or that their requests have not taken yet."""
+        return len(self._loads)
+
+    def add(self, tier: Tier) -> None:
+        """Put a tier below the others, from which entries come and into which none is written."""
+        self.tiers += (tier,)
 
     # ---- for the cache manager ---------------------------------------------------------------------------------------
 
@@ -112,7 +121,7 @@ class PrefixTiers:
         if wish.is_over:
             return 0
         if wish.num_stored is None:
-            text, wish.num_stored = self._hashes(tokens, extra_key, tenant), 0
+            text, wish.num_stored = self.hashes(tokens, extra_key, tenant), 0
             for tier in self.tiers:
                 text.restart()
                 chain = tier.find(text)
@@ -160,7 +169,7 @@ class PrefixTiers:
         found: dict[Node, tuple[TierName, ...]] = {}
         for node in nodes:
             if isinstance(node, Root):
-                texts[node] = self._hashes(node.key, node.extra_key, node.tenant)
+                texts[node] = self.hashes(node.key, node.extra_key, node.tenant)
                 continue
             assert node.parent is not None
             texts[node] = text = texts[node.parent].followed_by(node.key)
@@ -205,7 +214,7 @@ class PrefixTiers:
         wish.other = next((load for load in self._loads if any(each.key in keys for each in load.chain)), None)
         if wish.other is not None:
             return False
-        wish.load = tier.load(chain)
+        wish.load = tier.load(chain, known)
         if wish.load is None:
             wish.refused_at = self._num_ended
             return False
@@ -220,7 +229,7 @@ class PrefixTiers:
 
         Where two have the same, the faster one is chosen. Those that have nothing more than the pools count a miss.
         """
-        text = self._hashes(tokens, extra_key, tenant)
+        text = self.hashes(tokens, extra_key, tenant)
         best: tuple[Tier, list[Stored]] | None = None
         is_first = not wish.other and not wish.failed and wish.refused_at is None  # a wish counts once
         for tier in self.tiers:
@@ -229,8 +238,8 @@ class PrefixTiers:
             text.restart()
             chain = [entry for entry in tier.find(text) if entry.end > known]
             if not chain:
-                if is_first:
-                    tier.count_miss(tier.why_absent(text))
+                if is_first and (reason := tier.why_absent(text)) is not None:
+                    tier.count_miss(reason)
             elif chain[-1].end - known >= MIN_GAIN and (best is None or chain[-1].end > best[1][-1].end):
                 best = tier, chain
         return best
@@ -261,22 +270,28 @@ class PrefixTiers:
             return
         self._cache.lock(node)
         try:
-            fits = self._insert_below(node, entries, tokens[node.end : last.end])
+            inserted = self._insert_below(node, entries, tokens[node.end : last.end])
         finally:
             start = node.end
             self._cache.unlock(node)
-        if fits:
-            tier.count_hit(load, last.end - start)
-        else:
+        if inserted is None:
             tier.count_miss("no_room")
+            return
+        tier.count_hit(load, last.end - start)
+        if tier.policy is None:  # it is new here: the other tiers may want it
+            self.state_was_left(inserted)
 
-    def _insert_below(self, node: Node, entries: Sequence[Entry], tokens: Tokens) -> bool:
-        """Insert the tokens that follow a locked node, with their KV and the state at their end; False: no room."""
+    def _insert_below(self, node: Node, entries: Sequence[Entry], tokens: Tokens) -> Node | None:
+        """Insert the tokens that follow a locked node, with their KV and the state at their end.
+
+        Returns:
+            The node at their end; None: there is no room.
+        """
         last, size, allocator = entries[-1], self._kv.page_size, self._kv.allocator
         first_page = node.end // size
         num_pages = -(-last.end // size) - first_page
         if not self._cache.evict_states(1) or not self._cache.evict_pages(num_pages):
-            return False
+            return None
         pages = allocator.allocate(num_pages)
         assert pages is not None
         slot = None
@@ -285,12 +300,13 @@ class PrefixTiers:
             slots: TokenSlots = pages[positions // size - first_page] * size + positions % size
             slot = self._states.reserve(PREFIX_CACHE)
             assert slot is not None
-            self._transfer.put_tokens([entry for entry in entries if entry.end > node.end], node.end, slots)
-            self._transfer.put_state(last, slot)
-            if self._cache.insert(node, tokens, slots, slot).takes_state:
+            self.transfer.put_tokens([entry for entry in entries if entry.end > node.end], node.end, slots)
+            self.transfer.put_state(last, slot)
+            insertion = self._cache.insert(node, tokens, slots, slot)
+            if insertion.takes_state:
                 slot = None
         finally:
             allocator.release(pages, pinned=True)
             if slot is not None:
                 self._states.free(slot, PREFIX_CACHE)
-        return True
+        return insertion.node

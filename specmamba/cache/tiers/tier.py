@@ -12,14 +12,16 @@ from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier_stats import TierMiss, TierStats
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-TierName = Literal["host", "disk"]
+TierName = Literal["host", "disk", "remote"]
 MAX_LOAD_S = 10.0  # a request does not wait longer for a tier
 
 
 class Load:
     """A chain of entries on its way from a tier. Made by ``Tier.load``; other threads may ask for its result."""
 
-    def __init__(self, chain: Sequence[Stored]) -> None:
+    def __init__(self, chain: Sequence[Stored], timeout_s: float | None = None) -> None:
+        """``timeout_s``: how long its request waits at the most; None: ``MAX_LOAD_S``."""
+        self._timeout_s = timeout_s
         self.chain = tuple(chain)
         self.nbytes = sum(entry.token_bytes for entry in chain) + chain[-1].state_bytes  # in memory
         self.began = time.monotonic()
@@ -29,7 +31,8 @@ class Load:
     @property
     def result(self) -> tuple[Entry, ...] | TierMiss | None:
         """The entries; why there are none; None: it is not known yet. All entries but the last may lack a state."""
-        is_late = self._result is None and time.monotonic() - self.began > MAX_LOAD_S
+        most = MAX_LOAD_S if self._timeout_s is None else self._timeout_s
+        is_late = self._result is None and time.monotonic() - self.began > most
         return "slow" if is_late else self._result
 
     def end(self, result: tuple[Entry, ...] | TierMiss) -> None:
@@ -78,16 +81,19 @@ class Tier(Protocol):
         """Drop the entries that this process alone holds."""
         ...
 
-    def why_absent(self, text: PrefixHasher) -> TierMiss:
-        """Return why ``find`` finds nothing."""
+    def why_absent(self, text: PrefixHasher) -> TierMiss | None:
+        """Return why ``find`` finds nothing; None: nothing was expected, so that it is no miss."""
         ...
 
     def note_use(self, chain: Sequence[Stored]) -> None:
         """Note that entries are in use, though in the pools, so that they are not removed for what is used less."""
         ...
 
-    def load(self, chain: Sequence[Stored]) -> Load | None:
-        """Begin to bring a chain; None: only when another load has been released."""
+    def load(self, chain: Sequence[Stored], known: int = 0) -> Load | None:
+        """Begin to bring a chain; None: only when another load has been released.
+
+        ``known``: tokens that the pools have already, so that their KV may be left out.
+        """
         ...
 
     def release(self, load: Load) -> None:

@@ -55,7 +55,7 @@ def build_tiers(
     num_bytes = _host_bytes(config, plan, device)
     if config.hicache_storage_dir is None and not num_bytes:
         return None
-    transfer = PoolTransfer(kv, states, identity(), getattr(torch, config.hicache_state_dtype))
+    transfer = new_transfer(config, kv, states, identity())
     secret, tiers = secrets.token_bytes(SECRET_BYTES), list[Tier]()
     if num_bytes:
         tiers.append(HostTier(transfer.layout, num_bytes, is_pinned=device.type == "cuda"))
@@ -77,6 +77,11 @@ def build_tiers(
         tiers,
         lambda tokens, extra_key, tenant: PrefixHasher(secret, tenant, extra_key, tokens),
     )
+
+
+def new_transfer(config: EngineConfig, kv: KVPool, states: StatePool, identity: Mapping[str, str]) -> PoolTransfer:
+    """Return what copies between these pools and entries, in the layout that the flags say."""
+    return PoolTransfer(kv, states, identity, getattr(torch, config.hicache_state_dtype))
 
 
 def _host_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:

@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-TierMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
-TIER_MISSES: tuple[TierMiss, ...] = get_args(TierMiss)
+LocalMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
+TierMiss = LocalMiss | Literal["unreachable", "refused", "cut", "expired"]  # of other servers alone
+TIER_MISSES: tuple[LocalMiss, ...] = get_args(LocalMiss)
+REMOTE_MISSES: tuple[TierMiss, ...] = (*TIER_MISSES, "unreachable", "refused", "cut", "expired")
 LostWrite = Literal["busy", "too_large", "disk_full", "failed"]
 LOST_WRITES: tuple[LostWrite, ...] = get_args(LostWrite)
 

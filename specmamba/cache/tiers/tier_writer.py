@@ -83,7 +83,7 @@ class TierWriter:
         if not _may_put(tier, num_tokens, deadline):
             return False
         if (buffers := tier.allocate(num_tokens, parent)) is not None:
-            slots = _slots_of(node, start)
+            slots = slots_of(node, start)
             tier.put(self._transfer.take(key, parent, start, slots, node.state_slot, buffers))
         return True
 
@@ -111,7 +111,7 @@ def _may_put(tier: Tier, num_tokens: int, deadline: float | None) -> bool:
     return deadline is None or tier.wait_to_put(num_tokens, max(0.0, deadline - time.monotonic()))
 
 
-def _slots_of(node: Node, start: int) -> TokenSlots:
+def slots_of(node: Node, start: int) -> TokenSlots:
     """Return the token slots of positions [start, node.end)."""
     parts: list[TokenSlots] = []
     for each in node.path():

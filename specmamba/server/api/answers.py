@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specmamba.core import OutputDelta
+from specmamba.core import Handoff, OutputDelta
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.api.listed_logprobs import SharedPromptLogprobs
 from specmamba.server.api.requests import GenerationRequest
@@ -53,13 +53,18 @@ class Choices:
         params: SamplingParams,
         grammar: CompiledGrammar | None = None,
         predicted: Sequence[int] = (),
+        handoffs: Sequence[Handoff | None] = (),
         *,
         per_prompt: int = 1,
         kept: int = 1,
     ) -> Choices:
-        """Request every prompt ``per_prompt`` times, each time with the settings of one choice."""
+        """Request every prompt ``per_prompt`` times, each time with the settings of one choice, and its own handoff."""
         varied = [params.of_choice(i) for i in range(per_prompt)]
-        requests = [ChoiceRequest(prompt, own, grammar, predicted) for prompt in prompts for own in varied]
+        pairs = [(prompt, own) for prompt in prompts for own in varied]
+        requests = [
+            ChoiceRequest(prompt, own, grammar, predicted, handoff)
+            for (prompt, own), handoff in zip(pairs, handoffs or [None] * len(pairs), strict=True)
+        ]
         return cls(requests, per_prompt, kept)
 
     def best(self, outputs: Sequence[OutputDelta]) -> list[OutputDelta]:

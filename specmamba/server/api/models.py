@@ -107,7 +107,8 @@ class ServerInfo(BaseModel):
     page_size: int
     tp_size: int
     dp_size: int
-    disaggregation_mode: Literal["null"] = "null"
+    disaggregation_mode: Literal["null", "prefill", "decode"]
+    disaggregation_bootstrap_port: int
     max_running_requests: int
     max_total_num_tokens: int | None
     max_total_tokens: int | None
@@ -175,6 +176,8 @@ def _server_info(service: Service, stats: EngineStats | None, uptime_s: float) -
         page_size=config.page_size,
         tp_size=config.tp_size,
         dp_size=config.dp_size,
+        disaggregation_mode=config.disaggregation_mode,
+        disaggregation_bootstrap_port=config.disaggregation_bootstrap_port,
         max_running_requests=most,
         max_total_num_tokens=num_tokens,
         max_total_tokens=num_tokens,

@@ -37,6 +37,7 @@ from specmamba.server.http.fields import (
     TokenId,
     only,
 )
+from specmamba.server.http.handoff_fields import HandoffRequest
 
 NoEffect = Field(description="accepted; changes nothing")
 NotYet = Field(description="not supported yet: only the values that ask for nothing")
@@ -71,7 +72,7 @@ class Prediction(StrictModel):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class GenerationRequest(StructuredRequest):
+class GenerationRequest(StructuredRequest, HandoffRequest):
     """The fields that completions and chat share. null stands for the default everywhere, as it does at OpenAI's."""
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models; none: the served model")] = None

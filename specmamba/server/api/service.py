@@ -24,6 +24,7 @@ from specmamba.server.api.templates import Templates
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, api_error_of_validation
 from specmamba.server.http.fields import shortened
+from specmamba.server.http.handoff_fields import handoffs_of
 from specmamba.server.http.limits import CallLimits, count_choices
 from specmamba.server.observe.call_record import AbortReason, CallRecord, CallRecorder, ObserverFactory
 from specmamba.server.observe.metrics import ServerMetrics
@@ -124,9 +125,12 @@ class Service:
         Raises:
             ApiError: a field has a value that this server does not support; the error names the field.
         """
+        is_answered_elsewhere = self.config.disaggregation_mode == "prefill" and body.bootstrap_room is not None
+        max_tokens = 0 if is_answered_elsewhere else max_tokens
         kept = body.n or 1
         per_prompt = kept if per_prompt is None else per_prompt
         check_number(per_prompt, "n" if per_prompt == kept else "best_of", len(prompts), self.config)
+        handoffs = handoffs_of(body, self.config, len(prompts), per_prompt)
         check_listed(body, prompts, max_tokens, per_prompt, self.context_length)
         if request is not None:
             count_choices(request.scope, per_prompt * len(prompts), "n" if len(prompts) == 1 else "prompt")
@@ -135,6 +139,8 @@ class Service:
         self.check_token_ids("logit_bias", body.logit_bias or ())
         self.check_token_ids("stop_token_ids", body.stop_token_ids or ())
         param, spec = ("tools", grammar) if grammar else (body.grammar_field, body.grammar_spec)
+        if is_answered_elsewhere:
+            spec = None  # of the text that a decode server writes
         if spec is not None:
             self.tokenizer.require_text("structured output", param or "grammar")
             spec = spec.model_copy(update={"reasoning": reasoning})
@@ -144,7 +150,7 @@ class Service:
             raise api_error_of_validation(error.errors()) from None
         compiled = None if spec is None else await self.grammars.compile(spec, param, request)
         predicted = await self._encode_prediction(body)
-        return Choices.of(prompts, params, compiled, predicted, per_prompt=per_prompt, kept=kept)
+        return Choices.of(prompts, params, compiled, predicted, handoffs, per_prompt=per_prompt, kept=kept)
 
     def check_token_ids(self, param: str, ids: Collection[int]) -> None:
         """Check token ids against the vocabulary.

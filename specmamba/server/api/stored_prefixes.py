@@ -146,7 +146,8 @@ async def _load(service: Service, tokens: Sequence[int], extra_key: str | None, 
     _refuse_replicas(service)
 
     def check(engine: Engine) -> None:
-        if engine.cache_manager.tiers is None:
+        tiers = engine.cache_manager.tiers
+        if tiers is None or all(tier.name == "remote" for tier in tiers.tiers):  # which other servers have
             _refuse_without("prefixes in its pools alone", "--hicache-storage-dir or --hicache-size")
         engine.check_prompt(tokens)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from specmamba.core import ANYONE, OutputDelta, Owner
+from specmamba.core import ANYONE, Handoff, OutputDelta, Owner
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.sampling_params import SamplingParams
@@ -57,6 +57,7 @@ class ChoiceRequest:
     params: SamplingParams
     grammar: CompiledGrammar | None = None  # of ``params.grammar``
     predicted: Sequence[int] = ()  # expected output, to draft from
+    handoff: Handoff | None = None
 
 
 def merge(*deltas: OutputDelta | None) -> OutputDelta:
@@ -146,6 +147,7 @@ class Call:
                 own.grammar,
                 owner,
                 predicted_ids=own.predicted,
+                handoff=own.handoff,
             )
             for index, own in enumerate(requests)
         ]

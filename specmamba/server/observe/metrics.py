@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
     from specmamba.cache.tiers.tier_stats import TierStats
     from specmamba.engine.scheduler import EngineStats
+    from specmamba.transfer.handoff_stats import HandoffStats
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 1.0, 2.5)
@@ -85,6 +86,23 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
         yield from _tier_metrics("prefix_host", "host memory", stats.host)
     if stats.disk is not None:
         yield from _tier_metrics("prefix_disk", "disk", stats.disk)
+    if stats.handoffs is not None:
+        yield from _handoff_metrics(stats.handoffs)
+
+
+def _handoff_metrics(handoffs: HandoffStats) -> Iterator[Metric]:
+    """What a prefill server has handed over, or a decode server taken over."""
+    counters = {
+        "handoffs": ("Prompts that were handed over, or taken over", handoffs.num_handoffs),
+        "handoff_bytes": ("Bytes of KV and states in them", handoffs.num_bytes),
+        "handoff_seconds": ("Time from the question for a prompt to its end, of all of them", handoffs.seconds),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"specmamba_{name}", text, value=value)
+    failed = "Handoffs that came to nothing"
+    yield _labelled("handoff_failures", failed, "reason", handoffs.failures.items())
+    held = "Prompts that are held for decode servers, or that are being asked for"
+    yield GaugeMetricFamily("specmamba_open_handoffs", held, value=handoffs.num_open)
 
 
 def _tier_metrics(prefix: str, where: str, tier: TierStats) -> Iterator[Metric]:
