@@ -1,6 +1,7 @@
 """Mamba1 (arXiv 2312.00752): models of selective state spaces alone, Mamba and Falcon-Mamba (arXiv 2410.05355).
 
-They have no attention, so they keep nothing per token. ``residual_in_fp32`` is not followed, as in Mamba2.
+They have no attention, so they keep nothing per token. ``residual_in_fp32`` is not followed, as in Mamba2. Jamba has
+the same layers, with other names in its config.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = ["RENAMES", "Mamba1Layers", "load", "load_falcon"]
+
+JAMBA_NORMS = "dt_layernorm", "b_layernorm", "c_layernorm"
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
@@ -69,14 +72,23 @@ class Mamba1Layers:
     has_bias: bool  # of input and output projections
     has_conv_bias: bool
     rates: Tensor  # [layers, M, C] float32: the layers' own are views, folds take all of them
+    norm_names: Sequence[str] = ()  # of the norms of time step, B and C; without names they have no weights
 
     @classmethod
     def of(cls, weights: Weights, inner_eps: float | None) -> Mamba1Layers:
         """Read a config with the field names of Mamba itself."""
         c = weights.config
         shape = StateShape.selective(c.intermediate_size, c.state_size, c.conv_kernel)
-        rates = torch.empty(c.num_hidden_layers, c.state_size, c.intermediate_size, device=weights.options.device)
+        rates = _rates(weights, c.num_hidden_layers, shape)
         return cls(weights, shape, int(c.time_step_rank), inner_eps, c.use_bias, c.use_conv_bias, rates)
+
+    @classmethod
+    def jamba(cls, weights: Weights, num_layers: int) -> Mamba1Layers:
+        """Read a config with the field names of Jamba; its ``intermediate_size`` is that of feed-forward layers."""
+        c = weights.config
+        shape = StateShape.selective(c.mamba_expand * c.hidden_size, c.mamba_d_state, c.mamba_d_conv)
+        rates, biases = _rates(weights, num_layers, shape), (c.mamba_proj_bias, c.mamba_conv_bias)
+        return cls(weights, shape, int(c.mamba_dt_rank), c.rms_norm_eps, *biases, rates, JAMBA_NORMS)
 
     def layer(self, prefix: str, state_layer: int) -> Mamba1:
         """Make the layer whose tensors begin with ``prefix``, which ends in a dot.
@@ -108,6 +120,14 @@ class Mamba1Layers:
         """The norms of time step, B and C; those of Falcon-Mamba have no weights in its checkpoints."""
         if self.inner_eps is None:
             return None
-        sizes, device = (self.rank, self.shape.key_dim, self.shape.key_dim), self.weights.options.device
-        ones = [self.weights.keep_instead(torch.ones(size, device=device)) for size in sizes]
-        return [RMSNorm(weight, self.inner_eps) for weight in ones]
+        eps, w, sizes = self.inner_eps, self.weights, (self.rank, self.shape.key_dim, self.shape.key_dim)
+        if self.norm_names:
+            named = zip(self.norm_names, sizes, strict=True)
+            return [w.norm(f"{prefix}{name}.weight", size, eps) for name, size in named]
+        ones = [w.keep_instead(torch.ones(size, device=w.options.device)) for size in sizes]
+        return [RMSNorm(weight, eps) for weight in ones]
+
+
+def _rates(weights: Weights, num_layers: int, shape: StateShape) -> Tensor:
+    """Room for A of all layers."""
+    return torch.empty(num_layers, shape.key_dim, shape.value_dim, device=weights.options.device)
