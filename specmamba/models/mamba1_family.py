@@ -1,7 +1,8 @@
-"""Mamba1 (arXiv 2312.00752): models of selective state spaces alone, Mamba and Falcon-Mamba (arXiv 2410.05355).
+"""Mamba1 (arXiv 2312.00752): models of selective state spaces alone, Mamba and Falcon-Mamba (arXiv 2410.05355); Jamba.
 
-They have no attention, so they keep nothing per token. ``residual_in_fp32`` is not followed, as in Mamba2. Jamba has
-the same layers, with other names in its config.
+The first two have no attention, so they keep nothing per token. ``residual_in_fp32`` is not followed, as in Mamba2.
+Jamba (arXiv 2403.19887) has attention among its Mamba1 layers, which does not rotate, and experts or a SwiGLU layer
+behind each of either kind.
 """
 
 from __future__ import annotations
@@ -15,18 +16,29 @@ from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
+from specmamba.layers.feed_forward import MoE, SoftmaxRouter
 from specmamba.layers.mamba1 import Mamba1, Mamba1Weights
 from specmamba.layers.primitives import RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import require_silu
-from specmamba.models.hybrid import Block
+from specmamba.models.common_layers import (
+    ATTENTION,
+    RECURRENT,
+    Heads,
+    attention_layer,
+    gated_experts,
+    gated_mlp,
+    number_layers,
+    require_experts,
+    require_silu,
+)
+from specmamba.models.hybrid import Block, Layer
 from specmamba.models.mamba2_family import CONTEXT_LENGTH, RENAMES
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["RENAMES", "Mamba1Layers", "load", "load_falcon"]
+__all__ = ["RENAMES", "Mamba1Layers", "load", "load_falcon", "load_jamba"]
 
 JAMBA_NORMS = "dt_layernorm", "b_layernorm", "c_layernorm"
 
@@ -131,3 +143,60 @@ class Mamba1Layers:
 def _rates(weights: Weights, num_layers: int, shape: StateShape) -> Tensor:
     """Room for A of all layers."""
     return torch.empty(num_layers, shape.key_dim, shape.value_dim, device=weights.options.device)
+
+
+def load_jamba(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build Jamba from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
+    weights = JambaWeights(config, reader, options)
+    c, heads, kinds = weights.config, weights.heads, weights.kinds
+    embedding = weights.take_embedding("model.embed_tokens.weight")
+    numbered = enumerate(number_layers(kinds))
+    blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
+    norm = weights.norm("model.final_layernorm.weight", c.hidden_size, c.rms_norm_eps)
+    target, _ = weights.target(embedding, blocks, norm)
+    reader.finish()
+    num_attention = kinds.count(ATTENTION)
+    return loaded_model(
+        target,
+        weights,
+        kinds.count(RECURRENT),
+        weights.mamba.shape,
+        kv=heads.kv_shapes(num_attention),
+        attention_width=heads.width * num_attention,
+        rates=weights.mamba.rates,
+    )
+
+
+class JambaWeights(Weights):
+    """Makes the layers of Jamba."""
+
+    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
+        super().__init__(config, reader, options)
+        require_silu(config)
+        self.heads = Heads.of(config)
+        self.kinds: list[str] = config.layer_types
+        self.mamba = Mamba1Layers.jamba(self, self.kinds.count(RECURRENT))
+
+    def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
+        """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
+        c = self.config
+        mixer: Layer
+        if kind == ATTENTION:
+            attention = f"{prefix}self_attn."
+            mixer = attention_layer(self, attention, index, self.heads, has_bias=False, has_rotary=False)
+        else:
+            mixer = self.mamba.layer(f"{prefix}mamba.", index)
+        names = "input_layernorm", "pre_ff_layernorm"
+        norms = [self.norm(f"{prefix}{name}.weight", c.hidden_size, c.rms_norm_eps) for name in names]
+        return Block(((norms[0], mixer), (norms[1], self.feed_forward(layer, f"{prefix}feed_forward."))))
+
+    def feed_forward(self, layer: int, prefix: str) -> Layer:
+        """Experts in every layer whose turn it is, else a dense layer of the same width."""
+        c = self.config
+        num_experts = c.layers_num_experts[layer]
+        if num_experts <= 1:
+            return gated_mlp(self, prefix, c.intermediate_size)
+        require_experts(c.num_experts_per_tok, num_experts)
+        router = self.take_router(f"{prefix}router.weight", num_experts)
+        routing = SoftmaxRouter(router, c.num_experts_per_tok, renormalise=False)
+        return MoE(routing, gated_experts(self, f"{prefix}experts.", num_experts, c.intermediate_size))
