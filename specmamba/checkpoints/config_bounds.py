@@ -72,9 +72,6 @@ FIELDS: Mapping[str, Range] = {
     **_same(Range(1, 1 << 14, may_be_null=True), "head_dim"),
     **_same(Range(1, 1 << 14), "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
     **_same(Range(1, 1 << 14), "state_size", "ssm_state_size", "mamba_d_state"),
-    **_same(Range(1, 1 << 16), "time_step_rank", "mamba_dt_rank"),
-    **_same(Range(1, 1 << 10), "expand", "mamba_expand"),
-    **_same(Range(1, MAX_LAYERS), "attn_layer_period", "expert_layer_period"),
     **_same(Range(2, 64), "conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache"),
     **_same(_OPTIONAL_COUNT, "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
     **_same(Range(0, 1 << 16), "num_experts_per_tok"),
@@ -89,6 +86,9 @@ FIELDS: Mapping[str, Range] = {
     "block_ffn_dim_multiplier": Range(0, 1e6, is_integer=False, is_open=True),
     "num_dense_layers": Range(0, MAX_LAYERS),
     "time_step_limit": Range(0, math.inf, is_integer=False, is_list=True, may_be_null=True),
+    **_same(Range(1, 1 << 16), "time_step_rank", "mamba_dt_rank"),
+    **_same(Range(1, 1 << 10), "expand", "mamba_expand"),
+    **_same(Range(1, MAX_LAYERS), "attn_layer_period", "expert_layer_period"),
 }
 _LENGTH = Range(1, 1 << 30, is_integer=False, may_be_null=True)
 _POSITIVE = Range(0, 1e6, is_integer=False, is_open=True, may_be_null=True)
