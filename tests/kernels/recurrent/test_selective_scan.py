@@ -157,9 +157,7 @@ def test_trees(form: str, is_full: bool, nodes: int, sizes: tuple[int, int], str
         assert_close(got[:, offset:], want[:, offset:])
 
 
-@each_decay
-@pytest.mark.parametrize("is_chain", [False, True])
-@each_size
+@pairwise(each_decay, each_size, pytest.mark.parametrize("is_chain", [False, True]))
 def test_snapshots(sizes: tuple[int, int], strong: bool, is_chain: bool) -> None:
     batch, nodes = len(SHAPES), 7
     tokens, state = make_tokens(batch, nodes, sizes, 5, strong), make_state(batch, sizes)
@@ -175,9 +173,7 @@ def test_snapshots(sizes: tuple[int, int], strong: bool, is_chain: bool) -> None
         assert_close(snapshots[row, -1], after[0])
 
 
-@each_decay
-@each_size
-@pytest.mark.parametrize("by_layer", [False, True])
+@pairwise(each_decay, each_size, pytest.mark.parametrize("by_layer", [False, True]))
 def test_folds(form: str, by_layer: bool, sizes: tuple[int, int], strong: bool) -> None:
     tokens, state, counts = make_tokens(3, 9, sizes, 6, strong), make_state(3, sizes), torch.tensor([9, 0, 4])
     rates = tokens.rates * torch.tensor([1.0, 2.0, 0.5])[:, None, None] if by_layer else tokens.rates
