@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specmamba.bench.ops import attention, codes, layers, recurrent, rows, tokens
+from specmamba.bench.ops import attention, codes, layers, recurrent, rows, selective, tokens
 from specmamba.bench.ops.case import Operator
 from specmamba.bench.ops.measure import Effort, measure_operators, place_of
 from specmamba.bench.ops.tables import targets_of
@@ -34,6 +34,7 @@ GIVEN = "SPECMAMBA_TRITON", "TRITON_INTERPRET"  # settings of this process that 
 
 OPERATORS: tuple[Operator, ...] = (
     *recurrent.OPERATORS,
+    *selective.OPERATORS,
     *layers.OPERATORS,
     *attention.OPERATORS,
     *rows.OPERATORS,

@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from specmamba.kernels.selective_scan import torch_ops
-from specmamba.kernels.selective_scan.torch_ops import fold
+from specmamba.kernels.dispatch import operator
+from specmamba.kernels.selective_scan import native_ops, torch_ops
 from specmamba.kernels.state_records import StateOperands
 
 __all__ = ["advance", "fold"]
 
 
+@operator(native=native_ops.can_take)
 def advance(c: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, state: StateOperands) -> Tensor:
     """Run tokens through the selective scan (arXiv 2312.00752), behind the states that they continue.
 
@@ -24,5 +25,28 @@ def advance(c: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, state: S
     Returns:
         Outputs [B, L, 1, C] float32, unspecified on padding. Of trees, what is not finite in a node reaches that node
         and its descendants alone.
+
+    Raises:
+        ValueError: shapes do not fit each other (native form).
     """
     return state.run(torch_ops, (c, b, u, dt, rates))
+
+
+@operator(native=native_ops.can_fold)
+def fold(state: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, num_pending: Tensor) -> Tensor:
+    """Advance checkpoints over their pending records.
+
+    Args:
+        state: [B, 1, M, C] float32, not modified.
+        b: records [B, R, 1, M] float32.
+        u, dt: records [B, R, 1, C] float32.
+        rates: [M, C] float32, or [B, M, C] where the states are those of B layers.
+        num_pending: [B] int64; rows with 0 keep their state.
+
+    Returns:
+        New states [B, 1, M, C].
+
+    Raises:
+        ValueError: shapes do not fit each other, or num_pending is not int64 (native form).
+    """
+    return torch_ops.fold(state, b, u, dt, rates, num_pending)

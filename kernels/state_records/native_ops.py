@@ -260,18 +260,20 @@ def can_extend(state: ExtendOperands, dtype: torch.dtype) -> bool:
 
 
 def extend_states(
-    run: Callable[[Any], None], state: ExtendOperands, conv: Tensor, heads: Heads, batch: int, tokens: int
+    run: Callable[[Any], None], state: ExtendOperands, conv: Tensor | None, heads: Heads, batch: int, tokens: int
 ) -> None:
     """Call ``run`` with the native structure of known tokens [batch, tokens] and the states that they advance.
 
-    float32 states advance in place, others in a copy that is put back. Slots and lengths are not checked.
+    float32 states advance in place, others in a copy that is put back. Slots and lengths are not checked. Without
+    ``conv`` the windows are no part of the call, and they are not checked.
 
     Raises:
         ValueError: states or windows do not fit the ``heads`` and the convolution [C, W], or the slots the batch.
     """
     pool, windows, rows, lengths = state.states, state.windows, state.slots.index, state.lengths
     require(pool.shape[1:] == heads.state, "the states have another shape")
-    require(windows.shape[1:] == (conv.shape[1] - 1, conv.shape[0]), "the windows have another shape")
+    is_fitting = conv is None or windows.shape[1:] == (conv.shape[1] - 1, conv.shape[0])
+    require(is_fitting, "the windows have another shape")
     require(rows.shape == lengths.shape == (batch,), "slots and lengths need one entry per row")
     require(rows.dtype is lengths.dtype is torch.int64, "slots and lengths need int64")
     rows, lengths = rows.contiguous(), lengths.contiguous()

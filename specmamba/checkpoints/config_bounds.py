@@ -86,6 +86,9 @@ FIELDS: Mapping[str, Range] = {
     "block_ffn_dim_multiplier": Range(0, 1e6, is_integer=False, is_open=True),
     "num_dense_layers": Range(0, MAX_LAYERS),
     "time_step_limit": Range(0, math.inf, is_integer=False, is_list=True, may_be_null=True),
+    **_same(Range(1, 1 << 16), "time_step_rank", "mamba_dt_rank"),
+    **_same(Range(1, 1 << 10), "expand", "mamba_expand"),
+    **_same(Range(1, MAX_LAYERS), "attn_layer_period", "expert_layer_period"),
 }
 _LENGTH = Range(1, 1 << 30, is_integer=False, may_be_null=True)
 _POSITIVE = Range(0, 1e6, is_integer=False, is_open=True, may_be_null=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.errors import CheckpointError, UnsupportedModelError
-from specmamba.kernels import paged_attention
+from specmamba.kernels import paged_attention, rowwise
 from specmamba.layers.attention import Attention
-from specmamba.layers.feed_forward import GatedMLP
+from specmamba.layers.feed_forward import Experts, GatedMLP
 from specmamba.layers.primitives import Linear
 from specmamba.models.weights import Weights, scaled
 from specmamba.parallel.share import Segment, Share
@@ -200,6 +200,37 @@ def gated_mlp(
     gate_up = one_product(weights, prefix, {gate: (channels, gate_scale), up: (channels, 1.0)}, hidden, has_bias)
     out = weights.take_linear(f"{prefix}{down}", hidden, inner, has_bias, down_scale, inputs=[channels])
     return GatedMLP(gate_up, out)
+
+
+def gated_experts(
+    weights: Weights,
+    prefix: str,
+    num_experts: int,
+    inner: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Experts:
+    """Make the SwiGLU experts of a layer, stored as one tensor for all of them or as one for each.
+
+    A checkpoint may have one in the target and the other in the MTP head (Qwen3.5-35B-A3B does).
+
+    Args:
+        weights: of the model.
+        prefix: ends in a dot.
+        num_experts: E.
+        inner: width I between the projections of an expert.
+        names: of an expert's projections; of all experts, they are gate_up_proj and down_proj.
+
+    Raises:
+        CheckpointError: a tensor is missing or misshapen.
+    """
+    hidden, (gate, up_name, down_name) = weights.config.hidden_size, names
+    if weights.reader.has(f"{prefix}gate_up_proj"):
+        up = weights.take_matrix(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
+        down = weights.take_matrix(f"{prefix}down_proj", num_experts, hidden, inner)
+    else:
+        up = weights.take_experts(prefix, (gate, up_name), num_experts, inner, hidden)
+        down = weights.take_experts(prefix, (down_name,), num_experts, hidden, inner)
+    return weights.experts(up, down, rowwise.silu_mul)
 
 
 def mlp_segment(inner: int) -> Segment:

@@ -12,8 +12,8 @@ import torch
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
-from specmamba.kernels import rowwise, short_conv
-from specmamba.layers.feed_forward import Experts, MoE, SigmoidRouter
+from specmamba.kernels import short_conv
+from specmamba.layers.feed_forward import MoE, SigmoidRouter
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import (
@@ -21,6 +21,7 @@ from specmamba.models.common_layers import (
     AttentionNames,
     Heads,
     attention_layer,
+    gated_experts,
     gated_mlp,
     number_layers,
     require_experts,
@@ -143,7 +144,9 @@ class Lfm2MoEWeights(Lfm2Weights):
             renormalise=c.norm_topk_prob,
             scale=c.routed_scaling_factor,
         )
-        return MoE(router, self.all_experts(f"{prefix}experts."))
+        return MoE(
+            router, gated_experts(self, f"{prefix}experts.", c.num_experts, c.moe_intermediate_size, (GATE, UP, DOWN))
+        )
 
     def expert_bias(self, prefix: str) -> torch.Tensor:
         """What is added to the scores that experts are chosen by, [E] float32."""
@@ -151,14 +154,3 @@ class Lfm2MoEWeights(Lfm2Weights):
         if not c.use_expert_bias:
             return torch.zeros(c.num_experts, device=self.options.device)
         return self.take(f"{prefix}expert_bias", c.num_experts, dtype=torch.float32)
-
-    def all_experts(self, prefix: str) -> Experts:
-        """The routed experts, stored as one tensor for all of them or as one for each."""
-        num_experts, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
-        if self.reader.has(f"{prefix}gate_up_proj"):
-            up = self.take_matrix(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
-            down = self.take_matrix(f"{prefix}down_proj", num_experts, hidden, inner)
-        else:
-            up = self.take_experts(prefix, (GATE, UP), num_experts, inner, hidden)
-            down = self.take_experts(prefix, (DOWN,), num_experts, hidden, inner)
-        return self.experts(up, down, rowwise.silu_mul)

@@ -14,10 +14,10 @@ from torch import Tensor
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
-from specmamba.kernels import delta_net, paged_attention, rowwise
+from specmamba.kernels import delta_net, paged_attention
 from specmamba.kernels.linear import Matrix
 from specmamba.layers.attention import Attention
-from specmamba.layers.feed_forward import Experts, MoE, SoftmaxRouter
+from specmamba.layers.feed_forward import MoE, SoftmaxRouter
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.primitives import Linear, RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -25,6 +25,7 @@ from specmamba.models.common_layers import (
     ATTENTION,
     RECURRENT,
     Heads,
+    gated_experts,
     gated_mlp,
     head_norms,
     number_layers,
@@ -230,24 +231,10 @@ class QwenMoEWeights(QwenWeights):
         gate = self.take_router(f"{prefix}gate.weight", c.num_experts)
         return MoE(
             SoftmaxRouter(gate, c.num_experts_per_tok, self.renormalise),
-            self.all_experts(f"{prefix}experts."),
+            gated_experts(self, f"{prefix}experts.", c.num_experts, c.moe_intermediate_size),
             gated_mlp(self, f"{prefix}shared_expert.", c.shared_expert_intermediate_size),
             Linear(self.take(f"{prefix}shared_expert_gate.weight", 1, c.hidden_size)),
         )
-
-    def all_experts(self, prefix: str) -> Experts:
-        """The routed experts, stored as one tensor for all of them or as one for each.
-
-        A checkpoint may have one in the target and the other in the MTP head (Qwen3.5-35B-A3B does).
-        """
-        num_experts, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
-        if self.reader.has(f"{prefix}gate_up_proj"):
-            up = self.take_matrix(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
-            down = self.take_matrix(f"{prefix}down_proj", num_experts, hidden, inner)
-        else:
-            up = self.take_experts(prefix, ("gate_proj", "up_proj"), num_experts, inner, hidden)
-            down = self.take_experts(prefix, ("down_proj",), num_experts, hidden, inner)
-        return self.experts(up, down, rowwise.silu_mul)
 
 
 class QwenNextWeights(QwenMoEWeights):

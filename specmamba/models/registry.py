@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "FalconH1ForCausalLM": Family(falcon_h1.load, falcon_h1.RENAMES),
     "FalconMambaForCausalLM": Family(mamba1_family.load_falcon, mamba1_family.RENAMES),
     "GraniteMoeHybridForCausalLM": Family(granite_hybrid.load, granite_hybrid.RENAMES),
+    "JambaForCausalLM": Family(mamba1_family.load_jamba, ()),
     "KimiLinearForCausalLM": Family(kimi_linear.load, kimi_linear.RENAMES),
     "Lfm2ForCausalLM": Family(lfm2.load, lfm2.RENAMES),
     "Lfm2MoeForCausalLM": Family(lfm2.load_moe, lfm2.RENAMES),

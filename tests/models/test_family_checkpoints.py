@@ -87,6 +87,9 @@ def logits_of(folder: Path) -> torch.Tensor:
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
             "rope type 'yarn' is not supported for Ling: only default is",
         ),
+        ("jamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
+        ("jamba", {"num_experts_per_tok": 7}, "a token cannot go to 7 of 6 experts"),
+        ("jamba", {"num_key_value_heads": 2}, "3 query heads are not a multiple of 2 key heads"),
         ("kimi-linear", {"num_experts_per_token": 7}, "a token cannot go to 7 of 6 experts"),
         ("kimi-linear", {"num_key_value_heads": 1}, "latent attention has no groups"),
         ("kimi-linear", {"attention_bias": True}, "attention_bias true is not supported with latent attention"),
@@ -154,6 +157,28 @@ def test_convolutions_that_do_not_fit(checkpoints: dict[str, Path], tmp_path: Pa
         load(folder)
 
 
+def test_experts_of_jamba_in_one_tensor(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As transformers has them in memory; published checkpoints have one tensor for each."""
+    folder = changed(checkpoints["jamba"], tmp_path / "fused")
+    tensors = load_file(folder / "model.safetensors")
+    for prefix in (f"model.layers.{layer}.feed_forward.experts." for layer in (1, 3)):
+        of_each = [
+            {name: tensors.pop(f"{prefix}{expert}.{name}_proj.weight") for name in ("gate", "up", "down")}
+            for expert in range(6)
+        ]
+        tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat([x["gate"], x["up"]]) for x in of_each])
+        tensors[f"{prefix}down_proj"] = torch.stack([x["down"] for x in of_each])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert_close(logits_of(folder), logits_of(checkpoints["jamba"]))
+
+
+@pytest.mark.parametrize("field", ["attn_layer_period", "expert_layer_period", "mamba_dt_rank", "mamba_expand"])
+def test_turns_and_sizes_of_jamba_are_positive(field: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    changes = {field: 0, "attn_layer_offset": -1, "expert_layer_offset": -1}
+    with pytest.raises(CheckpointError, match=f"{field} is 0: it should be an integer from 1"):
+        load(changed(checkpoints["jamba"], tmp_path / "zero", **changes))
+
+
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 300}
 
 
@@ -194,7 +219,12 @@ def test_config_fields_without_effect(gate_type: str, checkpoints: dict[str, Pat
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("nemotron-h", "mixer.gate.weight"), ("qwen3-next", "mlp.gate.weight"), ("granite-hybrid", "router.layer.weight")],
+    [
+        ("granite-hybrid", "router.layer.weight"),
+        ("jamba", "feed_forward.router.weight"),
+        ("nemotron-h", "mixer.gate.weight"),
+        ("qwen3-next", "mlp.gate.weight"),
+    ],
 )
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_routers_are_as_exact_as_they_are_stored(
@@ -226,7 +256,7 @@ def test_a_stored_head_of_a_tied_model(tmp_path: Path) -> None:
     assert_close(logits_of(folder), logits_of(tmp_path / "tied"))
 
 
-@pytest.mark.parametrize("family", ["mamba2", "falcon-h1", "granite-hybrid"])
+@pytest.mark.parametrize("family", ["mamba2", "falcon-h1", "granite-hybrid", "jamba"])
 def test_parameters_and_bytes_are_counted(family: str, tmp_path: Path) -> None:
     reference = FAMILIES[family].build(tmp_path)
     model = load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from specmamba.llm import LLM
 from specmamba.models.mamba2_family import CONTEXT_LENGTH
 from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import Served, serving
-from tests.families import falcon_mamba, mamba2
+from tests.families import falcon_mamba, jamba, mamba2
 from tests.models.test_model_exact import random_prompts
 
 SHAPE = CacheShape(kv=(), num_state_layers=3, state=StateShape(2, 6, 10, 12, 4), dtype=torch.float32)
@@ -113,9 +114,10 @@ def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) ->
         llm.engine.cache_manager.cache.check()
 
 
-def test_short_of_everything_with_mamba1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [falcon_mamba, jamba], ids=["alone", "beside attention"])
+def test_short_of_everything_with_mamba1(family: ModuleType, tmp_path: Path) -> None:
     """Records of the selective scan go the same way."""
-    falcon_mamba.build(tmp_path)
+    family.build(tmp_path)
     test_short_of_everything(tmp_path, 1, "extra_buffer")
 
 

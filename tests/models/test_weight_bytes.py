@@ -37,6 +37,7 @@ TIED = {
     "falcon-h1": "norm-after-gate",
     "falcon-mamba": "biased-tied",
     "granite-hybrid": "no-experts",
+    "jamba": "biased-tied",
     "kimi-linear": "latent-queries",
     "lfm2": "biased-tied",
     "lfm2-moe": "tied",

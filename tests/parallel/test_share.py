@@ -91,7 +91,8 @@ def test_groups_that_do_not_end_where_parts_do_are_refused() -> None:
         Share(0, 2).cut(coded(6, 48, 16), [Segment("channels", 48, 1, "uneven")], dim=-1)
 
 
-UNSUPPORTED = {"Kimi-Linear-48B-A3B", "Falcon-Mamba-7B", "Mamba-2.8B"}  # KDA and latent attention; Mamba1
+# KDA and latent attention; Mamba1
+UNSUPPORTED = {"Kimi-Linear-48B-A3B", "Falcon-Mamba-7B", "Jamba-1.5-Mini", "Mamba-2.8B"}
 UNDIVIDED = {
     ("Falcon-H1-34B", 8): "20 query heads",
     ("Granite-4.0-h-tiny", 8): "12 query heads",

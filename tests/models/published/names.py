@@ -24,6 +24,14 @@ def mamba(p: str, hidden: int, heads: int, dim: int, groups: int, state: int, ha
         yield f"{p}norm.weight", (inner,)
 
 
+def mamba1(p: str, hidden: int, inner: int, rank: int, state: int) -> Tensors:
+    yield from ((f"{p}A_log", (inner, state)), (f"{p}D", (inner,)))
+    yield from ((f"{p}conv1d.weight", (inner, 1, 4)), (f"{p}conv1d.bias", (inner,)))
+    yield from ((f"{p}in_proj.weight", (2 * inner, hidden)), (f"{p}out_proj.weight", (hidden, inner)))
+    yield f"{p}x_proj.weight", (rank + 2 * state, inner)
+    yield from ((f"{p}dt_proj.weight", (inner, rank)), (f"{p}dt_proj.bias", (inner,)))
+
+
 def mlp(p: str, hidden: int, inner: int, names: tuple[str, ...] = ("gate", "up")) -> Tensors:
     yield from ((f"{p}{x}_proj.weight", (inner, hidden)) for x in names)
     yield f"{p}down_proj.weight", (hidden, inner)
@@ -287,12 +295,30 @@ def selective(c: dict[str, Any]) -> Tensors:
     yield from norms("backbone.", hidden, "norm_f")
     for i in range(c["num_hidden_layers"]):
         yield from norms(f"backbone.layers.{i}.", hidden, "norm")
-        p = f"backbone.layers.{i}.mixer."
-        yield from ((f"{p}A_log", (inner, size)), (f"{p}D", (inner,)))
-        yield from ((f"{p}conv1d.weight", (inner, 1, 4)), (f"{p}conv1d.bias", (inner,)))
-        yield from ((f"{p}in_proj.weight", (2 * inner, hidden)), (f"{p}out_proj.weight", (hidden, inner)))
-        yield f"{p}x_proj.weight", (rank + 2 * size, inner)
-        yield from ((f"{p}dt_proj.weight", (inner, rank)), (f"{p}dt_proj.bias", (inner,)))
+        yield from mamba1(f"backbone.layers.{i}.mixer.", hidden, inner, rank, size)
+
+
+def jamba(c: dict[str, Any]) -> Tensors:
+    hidden, heads, key_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    inner, rank, size = c["mamba_expand"] * hidden, c["mamba_dt_rank"], c["mamba_d_state"]
+    yield from ((name, (c["vocab_size"], hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    yield from norms("model.", hidden, "final_layernorm")
+
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "input_layernorm", "pre_ff_layernorm")
+        if i % c["attn_layer_period"] == c["attn_layer_offset"]:
+            yield from attention(f"{p}self_attn.", hidden, heads, key_heads, hidden // heads)
+        else:
+            yield from mamba1(f"{p}mamba.", hidden, inner, rank, size)
+            yield from norms(f"{p}mamba.", rank, "dt_layernorm")
+            yield from norms(f"{p}mamba.", size, "b_layernorm", "c_layernorm")
+        if i % c["expert_layer_period"] != c["expert_layer_offset"]:
+            yield from mlp(f"{p}feed_forward.", hidden, c["intermediate_size"])
+            continue
+        yield f"{p}feed_forward.router.weight", (c["num_experts"], hidden)
+        for e in range(c["num_experts"]):
+            yield from mlp(f"{p}feed_forward.experts.{e}.", hidden, c["intermediate_size"])
 
 
 def pure_mamba(c: dict[str, Any]) -> Tensors:

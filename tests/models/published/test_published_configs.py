@@ -24,6 +24,7 @@ from tests.models.published.names import (
     bamba,
     falcon,
     granite,
+    jamba,
     kimi,
     lfm2,
     nemotron,
@@ -547,6 +548,40 @@ MODELS = {
         64,
         StateShape.selective(8192, 16, 4),
     ),
+    # Jamba-v0.1 has the same sizes
+    "Jamba-1.5-Mini": Published(
+        {
+            "architectures": ["JambaForCausalLM"],
+            "model_type": "jamba",
+            "attn_layer_offset": 4,
+            "attn_layer_period": 8,
+            "expert_layer_offset": 1,
+            "expert_layer_period": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "mamba_conv_bias": True,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 256,
+            "mamba_expand": 2,
+            "mamba_proj_bias": False,
+            "max_position_embeddings": 262144,
+            "num_attention_heads": 32,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "vocab_size": 65536,
+        },
+        jamba,
+        51.6e9,
+        (KVShape(4, 8, 128),),
+        28,
+        StateShape.selective(8192, 16, 4),
+    ),
     "Mamba-2.8B": Published(
         {
             "architectures": ["MambaForCausalLM"],
@@ -600,6 +635,5 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    assert limits == (
-        set() if name.startswith(("Qwen", "LFM2", "Olmo", "Kimi", "Falcon-Mamba", "Mamba-2.8B")) else {(0.0, INF)}
-    )
+    without_mamba2 = ("Qwen", "LFM2", "Olmo", "Kimi", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
+    assert limits == (set() if name.startswith(without_mamba2) else {(0.0, INF)})
