@@ -1,4 +1,4 @@
-"""A pytest plugin that runs a part of the cases of every test: ``-p tests.thinned --every 3``.
+"""A pytest plugin that runs a part of the cases of every test: ``-p tests.thinned --every 5``.
 
 For runs that repeat tests on slower or other hardware, whose cases have passed where they are fast.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from tests.pairwise import IS_FULL
 
-EVERY_THIRD = [] if IS_FULL else ["-p", "tests.thinned", "--every", "3"]
+EVERY_FIFTH = [] if IS_FULL else ["-p", "tests.thinned", "--every", "5"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
