@@ -1,14 +1,14 @@
 """What the prefix cache spares: hit rates against an oracle, time to first token with and without it, and its costs.
 
-    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,costs] [--json FILE]
+    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,writing,costs] [--json FILE]
                            [--plot FILE.png] [any engine flag]
 
 Every wave of requests runs on an engine with the cache and on one without, in turns, with greedy decoding, and the
 outputs are compared. In float32 (the default here) a text that differs is an error: the exit status is 1. The pools
 hold everything of a workload that can be cached, except for ``pressure``, which gets a share of that and runs with both
 eviction policies; the engine without the cache has enough memory there too. workloads.py describes the workloads,
-texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``disk`` in disk.py, ``costs`` in costs.py and
-decoding.py.
+texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``disk`` in disk.py, ``writing`` in
+writing.py, ``costs`` in costs.py and decoding.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     from specmamba.bench.prefix.figures import full_report
     from specmamba.bench.prefix.run import measure_ttft, run_workloads
     from specmamba.bench.prefix.texts import read_source
+    from specmamba.bench.prefix.writing import measure_writing
 
     with start_cold_engine(config) as cold:
         source = read_source(config.prompts, cold.engine.tokenizer)
@@ -53,8 +54,10 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
         ttft = measure_ttft(config, cold, source) if "ttft" in config.workloads else None
         disk = measure_disk(config, cold, source) if "disk" in config.workloads else None
         description, num_threads = cold.engine.describe(), cold.engine.num_threads
+        context_length = cold.engine.context_length
+    writing = measure_writing(config, source, context_length) if "writing" in config.workloads else None
     costs = measure_costs(config, source) if "costs" in config.workloads else None
-    return full_report(config, description, num_threads, source, plays, ttft, disk, costs)
+    return full_report(config, description, num_threads, source, plays, ttft, disk, writing, costs)
 
 
 def print_report(report: Figures) -> None:
@@ -72,7 +75,11 @@ def print_report(report: Figures) -> None:
             text_columns=(0, 12),
         )
     page.lines(
-        *_about_ttft(report["ttft"]), *_about_disk(report["disk"]), *_about_costs(report["costs"]), *_remarks(report)
+        *_about_ttft(report["ttft"]),
+        *_about_disk(report["disk"]),
+        *_about_writing(report["writing"]),
+        *_about_costs(report["costs"]),
+        *_remarks(report),
     )
 
 
@@ -152,6 +159,23 @@ def _about_disk(disk: Figures | None) -> list[str]:
         f"to a first token from disk; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
     )
     return [*lines, costs]
+
+
+def _about_writing(writing: Figures | None) -> list[str]:
+    if writing is None:
+        return []
+    ratios = [
+        f"p{percentile} {ratio['median']:.3f} ({ratio['range'][0]:.3f}-{ratio['range'][1]:.3f})"
+        for percentile in (50, 99)
+        for ratio in (writing[f"p{percentile}_ratio"],)
+    ]
+    return [
+        (
+            f"time between tokens of {writing['streams']} streams while prefixes of {writing['prompt_tokens']} tokens go "
+            f"to disk, over that without a disk: {', '.join(ratios)}; {writing['written_bytes']} bytes written, "
+            f"{writing['lost_writes']} writes lost"
+        )
+    ]
 
 
 def _about_costs(costs: Figures | None) -> list[str]:

@@ -46,7 +46,7 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     """
     length = require_room_for_prompt(config, cold)
     demand = Demand(1, 1, length + 1, length, 2 * length, 8 + -(-length // config.chunked_prefill_size))
-    with _folder(config) as folder:
+    with folder_for(config) as folder:
         flags: dict[str, Any] = {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
         flags |= pool_flags(config, [demand]) | host_flags(config)
         with start_engine(config, **flags) as warm:
@@ -77,7 +77,7 @@ def host_flags(config: PrefixBenchConfig) -> dict[str, float]:
 
 
 @contextmanager
-def _folder(config: PrefixBenchConfig) -> Iterator[Path]:
+def folder_for(config: PrefixBenchConfig) -> Iterator[Path]:
     """A folder of its own on the disk that is measured: in the one of the flags, or where temporary files are."""
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=parent_of_folders(config)) as name:
         yield Path(name)
@@ -90,7 +90,7 @@ def _round(
     ask = Ask("user", source.cut(config.ttft_tokens, draw))
     before = _answer(cold, ask)
     answers = {"writing": _answer(warm, ask)}
-    _drain(warm)
+    drain(warm)
     answers["memory"] = _answer(warm, ask)
     began = time.perf_counter()
     cache = warm.engine.cache_manager.cache
@@ -98,7 +98,7 @@ def _round(
     evict_s = time.perf_counter() - began
     answers["host"] = _answer(warm, ask)
     for kind in ("disk", "disk_dropped"):
-        _drain(warm)
+        drain(warm)
         warm.engine.flush_cache()
         if kind == "disk_dropped":
             _drop_page_cache(folder)
@@ -117,10 +117,10 @@ def _answer(llm: LLM, ask: Ask) -> Answer:
     return run_wave(llm, [ask], 1)[0]
 
 
-def _drain(llm: LLM) -> None:
-    tiers = llm.engine.cache_manager.tiers
-    assert tiers is not None
-    tiers.drain()
+def drain(llm: LLM) -> None:
+    """Wait until all that is to be written is written; without tiers there is nothing."""
+    if (tiers := llm.engine.cache_manager.tiers) is not None:
+        tiers.drain()
 
 
 def _drop_page_cache(folder: Path) -> None:

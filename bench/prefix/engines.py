@@ -28,7 +28,7 @@ POOLS = ("max_total_tokens", "max_mamba_cache_size")
 ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only with cached prefixes
 FOLDER_PREFIX = "specmamba-bench-"  # of folders for prefixes on disk
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
-PARTS = (*SHARING, "ttft", "disk", "costs")
+PARTS = (*SHARING, "ttft", "disk", "writing", "costs")
 
 
 def _names(value: object) -> object:
@@ -74,7 +74,11 @@ class PrefixBenchConfig(ReportOptions):
     ] = 0.1
     ttft_tokens: Annotated[int, Field(ge=2, description="ttft, disk: tokens of a prompt")] = 2000
     ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
-    rounds: Annotated[int, Field(ge=1, description="ttft, disk, costs: rounds; medians over them")] = 5
+    rounds: Annotated[int, Field(ge=1, description="ttft, disk, writing, costs: rounds; medians over them")] = 5
+    writing_prompt_tokens: Annotated[int, Field(ge=1, description="writing: tokens of each prompt that is written")] = (
+        256
+    )
+    writing_tokens: Annotated[int, Field(ge=1, description="writing: new tokens of each running request")] = 384
     cost_tokens: Annotated[int, Field(ge=1024, description="costs: tokens of the longest prompt in the tree")] = 32768
     cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
 

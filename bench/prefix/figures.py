@@ -39,6 +39,7 @@ def full_report(
     plays: Sequence[Play],
     ttft: dict[str, Any] | None,
     disk: dict[str, Any] | None,
+    writing: dict[str, Any] | None,
     costs: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The report as a JSON object; ``description`` and ``num_threads`` are those of the engine without the cache."""
@@ -70,6 +71,7 @@ def full_report(
         "workloads": workloads,
         "ttft": ttft,
         "disk": disk,
+        "writing": writing,
         "costs": costs,
     }
 

@@ -275,7 +275,7 @@ def test_report_of_workloads(tmp_path: Path, tiny: Path, text_file: Path, capsys
     assert report["dtype"] == "float32"
     assert report["different_texts"] == 0
     assert report["prompts"] == text_file.name
-    assert report["ttft"] is report["disk"] is report["costs"] is None
+    assert report["ttft"] is report["disk"] is report["writing"] is report["costs"] is None
     names = [(each["workload"], each["cache_eviction"]) for each in report["workloads"]]
     assert names == [*((name, "lru") for name in SHARING[:-1]), ("pressure", "lru"), ("pressure", "flops")]
     for figures in report["workloads"]:
@@ -314,7 +314,7 @@ def test_engine_flags_are_passed_on(tmp_path: Path, tiny: Path, text_file: Path)
 def test_report_of_times_and_costs(
     tmp_path: Path, tiny: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = run(tmp_path, tiny, text_file, "--workloads", "costs,disk,ttft", "--cost-tokens", "3000")
+    report = run(tmp_path, tiny, text_file, "--workloads", "costs,disk,ttft,writing", "--cost-tokens", "3000")
     assert report["workloads"] == []
     ttft, tree, engine, decode = report["ttft"], *(report["costs"][name] for name in ("tree", "engine", "decode"))
     assert ttft["ttft_shared_cached_tokens"] == 90
@@ -326,6 +326,11 @@ def test_report_of_times_and_costs(
     assert disk["written_bytes_per_token"] > 0
     for kind in ("writing", "memory", "host", "disk", "disk_dropped"):
         assert 0 < disk[f"{kind}_ratio_range"][0] <= disk[f"{kind}_ratio"] <= disk[f"{kind}_ratio_range"][1]
+    writing = report["writing"]
+    assert writing["written_bytes"] > 10 * writing["prompt_tokens"]
+    assert writing["lost_writes"] == 0
+    for name in ("p50_ratio", "p99_ratio"):
+        assert 0 < writing[name]["range"][0] <= writing[name]["median"]
     assert tree["tokens"] == [1024, 2048, 3000]
     assert tree["last_doubling"] is None
     assert all(len(tree[name]) == 3 for name in ("insert_ms", "match_ms", "share_of_prefill"))
@@ -458,7 +463,7 @@ def test_a_given_size_of_host_memory_stays() -> None:
     [
         (
             ["--workloads", "shared,chats"],
-            "none of shared, chat, branch, agent, pressure, ttft, disk, costs",
+            "none of shared, chat, branch, agent, pressure, ttft, disk, writing, costs",
         ),
         (["--workloads", ""], "'' is none of"),
         (["--disable-radix-cache"], "drop it"),
