@@ -165,17 +165,15 @@ def _about_writing(writing: Figures | None) -> list[str]:
     if writing is None:
         return []
     ratios = [
-        f"p{percentile} {ratio['median']:.3f} ({ratio['range'][0]:.3f}-{ratio['range'][1]:.3f})"
-        for percentile in (50, 99)
-        for ratio in (writing[f"p{percentile}_ratio"],)
+        f"{name} {ratio['median']:.3f} ({ratio['range'][0]:.3f}-{ratio['range'][1]:.3f})"
+        for name, ratio in (("p50", writing["p50_ratio"]), ("p99", writing["p99_ratio"]))
     ]
-    return [
-        (
-            f"time between tokens of {writing['streams']} streams while prefixes of {writing['prompt_tokens']} tokens go "
-            f"to disk, over that without a disk: {', '.join(ratios)}; {writing['written_bytes']} bytes written, "
-            f"{writing['lost_writes']} writes lost"
-        )
-    ]
+    line = (
+        f"time between tokens of {writing['streams']} streams while prefixes of {writing['prompt_tokens']} tokens go "
+        f"to disk, over that without a disk: {', '.join(ratios)}; {writing['written_bytes']} bytes written, "
+        f"{writing['lost_writes']} writes lost"
+    )
+    return [line]
 
 
 def _about_costs(costs: Figures | None) -> list[str]:
