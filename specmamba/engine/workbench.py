@@ -88,7 +88,7 @@ class Workbench:
             config = EngineConfig(**{**engine.config.model_dump(), **ours}).model_copy(update=loaded)
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
-        plan = plan_drafts(config, engine.models.draft_kind, engine.vocab_size)
+        plan = plan_drafts(config, engine.models.draft_kind, engine.vocab_size, engine.models.block_size)
         room = engine.memory_plan
         if plan.max_nodes > room.max_nodes or plan.num_lookahead_slots > room.num_lookahead_slots:
             raise ConfigError(
