@@ -15,11 +15,11 @@ Embedding and output head are the target's, without its multipliers. The head ma
 than it is asked for: a shorter block has fewer masks.
 
 Sources: z-lab/dflash (``dflash/model.py``: layers, context, positions, what is predicted where, target layer i read
-behind it; sampling of drafts from the marginals), SGLang (``models/dflash.py``, ``speculative/dflash_worker.py``:
-context keys and values stored ahead of the block, encoder attention over both), vLLM
-(``models/qwen3_dflash.py``: blocks of 1 + num_speculative_tokens). Later variants compute more than this and are refused
-by the names of their tensors or settings: DSpark (``markov_head``, ``confidence_head``), DFlash2
-(``candidate_selector``, ``attention_conv``, ``mlp_conv``), causal blocks, sliding windows.
+behind it, drafts sampled from the marginals), SGLang (``models/dflash.py`` and ``speculative/dflash_worker.py``: keys
+and values of the context stored ahead of a block), vLLM (``models/qwen3_dflash.py``: likewise; settings of variants).
+Variants that compute something else are refused by the names of their tensors or settings: DSpark (``markov_head``,
+``confidence_head``), DFlash2 (``candidate_selector``, ``attention_conv``, ``mlp_conv``), causal blocks, sliding
+windows.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None, 0, 0.0),
     "selector_rank": (None, 0),
     "markov_rank": (None, 0),
+    "use_swa": (None, False),
+    "attention_sink_bias": (None, False),
 }
 DEFAULT_BLOCK = 16  # of the published heads
 
