@@ -11,8 +11,8 @@ c[t] itself runs through no layer. Every token of the block sees the whole conte
 directions. So keys and values of the context depend on nothing but the target's features there: they are stored once,
 where the target has run a token. Those of a block are overwritten when its accepted tokens become context.
 
-Embedding and output head are the target's, without its multipliers. The head may have been trained on longer blocks
-than it is asked for: a shorter block has fewer masks.
+Embedding and output head are the target's: the embedding without its multiplier, the logits with theirs. The head may
+have been trained on longer blocks than it is asked for: a shorter block has fewer masks.
 
 Sources: z-lab/dflash (``dflash/model.py``: layers, context, positions, what is predicted where, target layer i read
 behind it, drafts sampled from the marginals), SGLang (``models/dflash.py`` and ``speculative/dflash_worker.py``: keys
@@ -163,7 +163,7 @@ class DFlashHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the target's output head to [..., H]: [..., V]."""
-        return self._target.head(hidden)
+        return self._target.logits(hidden)
 
 
 def block_attention(weights: HeadWeights, layer: int) -> BlockAttention:
