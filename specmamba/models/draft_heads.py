@@ -13,7 +13,7 @@ and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order;
 ``lm_head.weight`` [draft vocabulary, H]; ``d2t`` [draft vocabulary] integers, where draft token i is target token
 i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not read.
 
-**DFlash** (``dflash.py``; ``DFlashDraftModel``, or a ``dflash_config``). Tensors: ``fc.weight`` [H, K H] over the
+**DFlash** (``dflash/``; ``DFlashDraftModel``, or a ``dflash_config``). Tensors: ``fc.weight`` [H, K H] over the
 features of K layers, ``hidden_norm.weight``; ``layers.i.`` of Qwen3 with ``self_attn.{q,k,v,o}_proj`` and
 ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``, ``input_layernorm``, ``post_attention_layernorm``; and
 ``norm.weight``. Embedding and output head are the target's, so neither is stored.
@@ -38,7 +38,8 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import Heads
-from specmamba.models.dflash import FIELD, DFlashHead
+from specmamba.models.dflash import DFlashHead
+from specmamba.models.dflash.block_settings import FIELD
 from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
 from specmamba.models.rank_shapes import own_kv

@@ -1,4 +1,4 @@
-"""A DFlash head as it is trained (arXiv 2602.06036), and its folder. ``specmamba/models/dflash.py`` says what it is.
+"""A DFlash head as it is trained (arXiv 2602.06036), and its folder. ``specmamba/models/dflash/`` says what it is.
 
 Blocks are drafted behind many anchors of a window at once: each block sees the context before its own anchor, and
 itself. Keys and values of the context are the same for all blocks.

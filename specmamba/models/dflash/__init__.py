@@ -24,43 +24,17 @@ windows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.kernels import paged_attention
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.primitives import Linear, RMSNorm
 from specmamba.models.common_layers import Heads, head_norms, one_product
+from specmamba.models.dflash.block_settings import BlockSettings
 from specmamba.models.eagle import HeadWeights, take_fc
 from specmamba.models.hybrid import Block, HybridTarget
-
-FIELD = "dflash_config"
-VARIANTS = {
-    "markov_head": "DSpark",
-    "confidence_head": "DSpark",
-    "candidate_selector": "DFlash2",
-    "attention_conv": "DFlash2",
-    "mlp_conv": "DFlash2",
-}
-# settings that change what is computed, and the values with which they change nothing
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "causal": (None, False),
-    "is_causal": (None, False),
-    "projector_type": (None, "dflash"),
-    "attention_mode": (None, "gqa"),
-    "input_embedding_scale": (None, 1, 1.0),
-    "output_multiplier": (None, 1, 1.0),
-    "final_logit_softcapping": (None, 0, 0.0),
-    "selector_rank": (None, 0),
-    "markov_rank": (None, 0),
-    "use_swa": (None, False),
-    "attention_sink_bias": (None, False),
-}
-DEFAULT_BLOCK = 16  # of the published heads
 
 
 class BlockAttention(Attention):
@@ -109,22 +83,11 @@ class DFlashHead:
             ConfigError: it was made for another target.
         """
         c = weights.config
-        settings = read_settings(c)
-        refuse_variants(weights, settings)
+        settings = BlockSettings.of(weights, num_target_layers, target.vocab_size)
         weights.require_width(c.hidden_size, target.hidden_size)
         self.width, self._target = c.hidden_size, target
-        self.target_layers = read_target_layers(weights, settings, num_target_layers)
-        self.block_size = _number(weights, settings, "block_size", DEFAULT_BLOCK)
-        self._mask = _number(weights, settings, "mask_token_id", None)
-        if self.block_size < 2:
-            raise CheckpointError(
-                f"{weights.folder}: block_size {self.block_size}: a block has a root and a mask at least"
-            )
-        if not 0 <= self._mask < target.vocab_size:
-            raise ConfigError(
-                f"--speculative-draft-model-path {weights.folder}: mask_token_id {self._mask} is not in the target's "
-                f"vocabulary of {target.vocab_size} tokens"
-            )
+        self.target_layers, self.block_size = settings.target_layers, settings.block_size
+        self._mask = settings.mask_token_id
         fc = take_fc(weights, len(self.target_layers), target.hidden_size)
         assert fc is not None  # there are layers to read
         self._fc, self._context_norm = fc, weights.rms_norm("hidden_norm.weight")
@@ -188,55 +151,3 @@ def block_attention(weights: HeadWeights, layer: int) -> BlockAttention:
 def _block(weights: HeadWeights, layer: int, attention: BlockAttention) -> Block:
     norm: RMSNorm = weights.rms_norm(f"layers.{layer}.input_layernorm.weight")
     return Block(((norm, attention), weights.feed_forward(layer)))
-
-
-def read_settings(config: Any) -> dict[str, Any]:
-    """The head's own settings, which stand in ``dflash_config`` or beside it. Raises CheckpointError."""
-    nested = getattr(config, FIELD, None) or {}
-    if not isinstance(nested, dict):
-        raise CheckpointError(f"{FIELD} should be an object, but is a {type(nested).__name__}")
-    names = {"block_size", "mask_token_id", "target_layer_ids", *NEUTRAL}
-    outside = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-    return outside | {name: value for name, value in nested.items() if value is not None}
-
-
-def refuse_variants(weights: HeadWeights, settings: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError for heads that compute something else."""
-    for name in weights.reader.names():
-        for part, variant in VARIANTS.items():
-            if part in name.split("."):
-                raise UnsupportedModelError(
-                    f"{weights.folder} has the tensor {name}: it is a {variant} head, which is not supported"
-                )
-    for name, neutral in NEUTRAL.items():
-        if settings.get(name) not in neutral:
-            raise UnsupportedModelError(f"{weights.folder}: {name} {settings[name]!r} is not supported in DFlash heads")
-
-
-def read_target_layers(weights: HeadWeights, settings: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The target's layers in front of which features are read, in the order of the head's inputs.
-
-    The config has the layers *behind* which they are read, counted from 0.
-
-    Raises:
-        CheckpointError: the config names none.
-        UnsupportedModelError: the target has no such layer, or it is the last one, behind which nothing is read.
-    """
-    ids = settings.get("target_layer_ids")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise CheckpointError(
-            f"{weights.folder}: target_layer_ids should be a list of numbers of layers, but is {ids!r}"
-        )
-    if missing := [i for i in ids if not 0 <= i < num_layers - 1]:
-        raise UnsupportedModelError(
-            f"{weights.folder}: target_layer_ids {missing}: the head can read behind layers 0 to {num_layers - 2} of "
-            f"the target, which has {num_layers}"
-        )
-    return tuple(i + 1 for i in ids)
-
-
-def _number(weights: HeadWeights, settings: dict[str, Any], name: str, default: int | None) -> int:
-    value = settings.get(name, default)
-    if type(value) is not int:
-        raise CheckpointError(f"{weights.folder}: {name} should be a whole number, but is {value!r}")
-    return value
