@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import cast
 
 import pytest
 import torch
@@ -36,9 +35,9 @@ def best_first(logits: Tensor, num_steps: int, k: int, max_nodes: int) -> dict[t
     logp = logits.double().log_softmax(-1)
     likeliest = logp.topk(k, -1)
     found: dict[tuple[int, ...], float] = {}
-    left = [(0.0, ())]
+    left: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     while left and len(found) < max_nodes:
-        value, path = cast(tuple[float, tuple[int, ...]], heapq.heappop(left))
+        value, path = heapq.heappop(left)
         found[path] = -value
         if len(path) < num_steps:
             for rank in range(k):

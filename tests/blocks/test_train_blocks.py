@@ -20,7 +20,6 @@ from specmamba.errors import ConfigError
 from specmamba.train import block_trainer, draft, memory, trainer, windows
 from specmamba.train.block_head import BlockHead, BlockShape, write_block_head
 from specmamba.train.head import HeadShape
-from specmamba.train.options import TrainDraftConfig
 from tests.bench.test_train_draft import settings, silent, written_text
 from tests.engine.test_target_reader import new_llm, read
 from tests.families import FAMILIES
@@ -165,9 +164,9 @@ def test_a_step_takes_the_memory_that_is_predicted(
 
 def test_flags_that_contradict_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="--draft-vocab-size: a dflash head drafts by the target's own"):
-        TrainDraftConfig(out=tmp_path, kind="dflash", draft_vocab_size=9)
+        settings(tmp_path, kind="dflash", draft_vocab_size=9)
     with pytest.raises(ValidationError, match="--num-layers 3: an eagle3 head has one layer"):
-        TrainDraftConfig(out=tmp_path, num_layers=3)
+        settings(tmp_path, num_layers=3)
     one = write_tiny_checkpoint(tmp_path / "one", seed=0, vocab_size=4096, layer_types=["full_attention"])
     (tmp_path / "text.py").write_text(written_text(1, 3000), "utf8")
     config = settings(tmp_path / "out", model=str(one), text=[str(tmp_path / "text.py")], kind="dflash")
