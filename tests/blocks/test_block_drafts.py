@@ -18,7 +18,9 @@ from specmamba.models.base import BlockHead
 from tests.blocks import write_block_head
 from tests.decisions import decide_at_random, without_measurement
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
+from tests.families import FAMILIES
 from tests.models.test_families_parity import bigrams
+from tests.models.test_model_exact import random_prompts
 from tests.tiny import write_tiny_checkpoint
 
 PATTERN = [7, 21, 90, 33, 64, 21, 5]
@@ -160,6 +162,27 @@ def preempted(engine: Engine) -> Texts:
             with torch.inference_mode():
                 engine.preempt(running[step % len(running)])
     return [tuple(text) for text in texts.values()]
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_heads_with_every_family(family: str, tmp_path: Path) -> None:
+    target, prompts = tmp_path / "target", random_prompts((7, 1, 20), seed=2)
+    FAMILIES[family].build(target)
+    greedy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+
+    def open_family(**flags: Any) -> LLM:
+        return LLM(model=str(target), dtype="float32", context_length=96, max_total_tokens=2048, **flags)
+
+    with open_family(speculative_algorithm="none") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, greedy)]
+        num_layers = llm.engine.model.num_layers
+    head = write_block_head(tmp_path / "head", target, seed=4, reads=(num_layers - 2, 0))
+    with open_family(speculative_draft_model_path=str(head.folder), **TREE) as llm:
+        for _ in range(2):
+            got = [output.token_ids for output in llm.generate(prompts, greedy)]
+            assert_same_greedy_texts(got, expected, prompts, lambda: open_family(speculative_algorithm="none"))
+        assert llm.engine.stats().spec.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
