@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
+from specmamba.config import DEMO_MODEL
 from specmamba.draft.blocks import BlockDrafter
 from specmamba.engine.engine import Engine
 from specmamba.layers.context import ForwardContext
@@ -22,6 +23,9 @@ from tests.families import FAMILIES
 from tests.models.test_families_parity import bigrams
 from tests.models.test_model_exact import random_prompts
 from tests.tiny import write_tiny_checkpoint
+from tests.verify.test_captured_steps import Watched, answer_all, in_pytorch, memory_that_stays
+
+__all__ = ["in_pytorch"]  # a fixture
 
 PATTERN = [7, 21, 90, 33, 64, 21, 5]
 PROMPTS = [PATTERN * 4, [11, 42, 3], PATTERN * 2 + [100] + PATTERN]
@@ -162,6 +166,25 @@ def preempted(engine: Engine) -> Texts:
             with torch.inference_mode():
                 engine.preempt(running[step % len(running)])
     return [tuple(text) for text in texts.values()]
+
+
+@pytest.mark.fast_cases("tree")
+@pytest.mark.usefixtures("in_pytorch")
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_every_step_of_a_kind_is_the_same_program(shape: dict[str, Any], tmp_path: Path) -> None:
+    """So that graphs can capture it: the same operators on the same memory, and no number to or from the device."""
+    head = write_block_head(tmp_path, DEMO_MODEL, seed=1)
+    flags = {"speculative_draft_model_path": str(head.folder), "context_length": 160, "max_total_tokens": 2048}
+    with LLM(dtype="float32", cuda_graph_max_bs=2, max_running_requests=2, **flags, **shape) as llm:
+        assert llm.engine.runner.graph_runner is not None
+        watched = Watched(memory_that_stays(llm))
+        llm.engine.runner.graph_runner.replay = watched
+        for settings in ("greedy", "both rules"):
+            answer_all(llm, settings, 2)
+        assert sum(map(len, watched.traces.values())) > 10
+        for traces in watched.traces.values():
+            assert all(trace.operators == traces[0].operators for trace in traces)
+            assert not any(trace.host_reads or trace.host_writes for trace in traces)
 
 
 @pytest.mark.fast_cases(4)

@@ -56,6 +56,8 @@ class BlockDrafter(Drafter):
         self._plan, self._picker = plan, ChildPicker(plan.draws_drafts)
         self._kv_pool, self._own_kv, self._table = kv_pool, own_kv, table
         self._device = table.kv_slots.device
+        shape = plan.num_steps, plan.topk, plan.max_nodes
+        self._trees = None if plan.topk == 1 or plan.is_sized else marginal_trees(*shape, self._device)
         self._missed = MissedSteps()
         self._root = [0] * (table.num_rows + 1)  # positions of the roots, missed steps not counted
 
@@ -83,11 +85,11 @@ class BlockDrafter(Drafter):
         return None
 
     def propose(self, batch: Batch) -> DraftTree:
-        plan = self._plan
-        if plan.topk == 1:
-            return self.propose_chain(batch, plan.max_nodes)
+        plan, trees = self._plan, self._trees
+        if trees is None:
+            return self.propose_chain(batch, min(plan.num_steps + 1, plan.max_nodes))
         children = self._picker.pick(self.marginals(batch, plan.num_steps), plan.topk, batch, 0)
-        return marginal_trees(plan.num_steps, plan.topk, plan.max_nodes, self._device).best(batch, children)
+        return trees.best(batch, children)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
         return root_tree(batch)
