@@ -174,8 +174,9 @@ def preempted(engine: Engine) -> Texts:
 def test_every_step_of_a_kind_is_the_same_program(shape: dict[str, Any], tmp_path: Path) -> None:
     """So that graphs can capture it: the same operators on the same memory, and no number to or from the device."""
     head = write_block_head(tmp_path, DEMO_MODEL, seed=1)
-    flags = {"speculative_draft_model_path": str(head.folder), "context_length": 160, "max_total_tokens": 2048}
-    with LLM(dtype="float32", cuda_graph_max_bs=2, max_running_requests=2, **flags, **shape) as llm:
+    memory: dict[str, Any] = {"context_length": 160, "max_total_tokens": 2048, "max_running_requests": 2}
+    flags = shape | memory | {"speculative_draft_model_path": str(head.folder), "cuda_graph_max_bs": 2}
+    with LLM(dtype="float32", **flags) as llm:
         assert llm.engine.runner.graph_runner is not None
         watched = Watched(memory_that_stays(llm))
         llm.engine.runner.graph_runner.replay = watched

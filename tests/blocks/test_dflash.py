@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba import LLM, SamplingParams
+from specmamba.config import EngineConfig
 from specmamba.core import Batch
 from specmamba.draft.blocks import BlockDrafter
+from specmamba.draft.draft_plan import plan_drafts
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import NOTHING, DraftSize
 from specmamba.engine.engine import Engine
@@ -26,6 +28,7 @@ from tests.heads import write_head
 from tests.models.test_model_exact import accept_at_random, assert_close, new_engine, random_prompts, run
 from tests.tiny import write_tiny_checkpoint
 
+AUTO: dict[str, Any] = {"speculative_adaptive": "auto"}
 FIXED: dict[str, Any] = {"speculative_adaptive": "off"}
 TREE: dict[str, Any] = FIXED | {
     "speculative_num_steps": 4,
@@ -258,6 +261,29 @@ def test_kinds_of_heads_are_not_mixed_up(target: Path, head: BlockFiles, tmp_pat
         LLM(model=str(target), speculative_algorithm="dflash", speculative_draft_model_path=str(other.folder))
     with pytest.raises(UnsupportedModelError, match="DFlashDraftModel is a draft head and no model"):
         LLM(model=str(head.folder))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "given", "expected"),
+    [
+        (16, FIXED, (15, 1, 16, 16)),  # a whole block
+        (16, AUTO, (7, 3, 12, 12)),
+        (3, AUTO, (2, 3, 7, 7)),  # no more nodes than the sizes are chosen among
+        (2, AUTO, (1, 3, 4, 4)),
+        (16, FIXED | {"speculative_num_steps": 4}, (4, 1, 5, 5)),
+        (16, TREE, (4, 3, 9, 9)),
+        (
+            16,
+            FIXED | {"speculative_num_steps": 9, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4},
+            (9, 2, 4, 10),
+        ),
+        (100, FIXED, (63, 1, 64, 64)),
+    ],
+)
+def test_the_shape_of_drafts(block_size: int, given: dict[str, Any], expected: tuple[int, int, int, int]) -> None:
+    plan = plan_drafts(EngineConfig(**given), "dflash", 4096, block_size)
+    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == expected
+    assert (plan.algorithm, plan.draws_drafts, plan.width) == ("dflash", True, 1)
 
 
 def test_shapes_that_a_block_does_not_have(target: Path, head: BlockFiles, tmp_path: Path) -> None:
