@@ -125,7 +125,7 @@ class Workbench:
         if isinstance(drafter, RankRecorder):
             drafter = drafter.mtp
         if not isinstance(drafter, MTPDrafter) or not engine.draft_plan.num_steps:
-            raise ConfigError("ranks are recorded from a draft head: choose auto, mtp, eagle or eagle3")
+            raise ConfigError("ranks are recorded of a head that drafts token by token: choose mtp, eagle or eagle3")
         recorder = RankRecorder(drafter, engine.draft_plan.num_steps)
         engine.runner.drafter, engine.runner.sizer = recorder, None
         return recorder
