@@ -93,7 +93,7 @@ SUBCOMMANDS = {
         "gpu": ("specmamba.bench.gpu.__main__", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },
     "train": {
-        "draft": ("specmamba.train.draft", "an EAGLE-3 head for --speculative-draft-model-path"),
+        "draft": ("specmamba.train.draft", "an EAGLE-3 or DFlash head for --speculative-draft-model-path"),
     },
     "tune": {
         "tree": (

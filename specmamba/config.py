@@ -17,7 +17,7 @@ from specmamba.flags.settings import CommandLine as CommandLine  # tools without
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 
-Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram", "suffix"]
+Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "dflash", "draft-model", "ngram", "suffix"]
 TEXT_ALGORITHMS = ("ngram", "suffix")  # they draft from texts
 WEIGHTLESS = ("none", *TEXT_ALGORITHMS)
 MAX_DRAFT_TOKENS = 64
@@ -47,7 +47,9 @@ class EngineConfig(ModelFlags):
     ] = "auto"
     speculative_draft_model_path: Annotated[
         str | None,
-        Field(min_length=1, description="folder or hub id of a draft: an EAGLE or EAGLE-3 head, or a small model"),
+        Field(
+            min_length=1, description="folder or hub id of a draft: an EAGLE, EAGLE-3 or DFlash head, or a small model"
+        ),
     ] = None
     speculative_draft_model_revision: Annotated[
         str | None, Field(description="branch, tag or commit, when --speculative-draft-model-path is a hub id")
@@ -258,7 +260,7 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:
-        if config.speculative_algorithm in (*TEXT_ALGORITHMS, "draft-model"):
+        if config.speculative_algorithm in (*TEXT_ALGORITHMS, "draft-model", "dflash"):
             return f"--speculative-tree: {config.speculative_algorithm} makes its own drafts; drop it, or choose mtp"
         shapeless = "--speculative-tree", "--speculative-accept", FORM_FLAG
         rest = ", ".join(flag for flag in given if flag not in shapeless)
@@ -287,7 +289,7 @@ def _flags_of(config: EngineConfig, algorithm: str) -> list[str]:
 def _draft_model_problem(config: EngineConfig) -> str | None:
     """Return what is wrong with the flags of a separate draft model, likewise."""
     algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
-    if algorithm in ("eagle", "eagle3", "draft-model") and path is None:
+    if algorithm in ("eagle", "eagle3", "dflash", "draft-model") and path is None:
         return f"--speculative-algorithm: {algorithm} needs --speculative-draft-model-path"
     if algorithm in WEIGHTLESS and path is not None:
         return f"--speculative-draft-model-path: {algorithm} has no use for it; drop it, or choose auto"

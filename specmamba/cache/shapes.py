@@ -108,6 +108,7 @@ class CacheShape:
     state: StateShape
     dtype: torch.dtype
     draft_features: int = 0  # values per slot that a drafter resumes from, beside the target's state
+    draft_context: int = 0  # values per token of steps without drafts that a drafter keeps until it drafts again
     state_dtype: torch.dtype = torch.float32  # of recurrent states in slots; computation is float32
     draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
     kv_dtype: torch.dtype | None = None  # of codes for keys and values, with scales; None: they are stored in ``dtype``

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import TEXT_ALGORITHMS, EngineConfig
+from specmamba.draft.blocks import BlockDrafter
 from specmamba.draft.draft_model import ModelDrafter
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, NoDrafter
@@ -14,7 +15,7 @@ from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.suffix import SuffixDrafter
 from specmamba.draft.text_drafter import read_corpus
-from specmamba.models.base import Models
+from specmamba.models.base import BlockHead, Models
 from specmamba.models.hybrid import num_attention_layers
 
 
@@ -43,4 +44,6 @@ def build_drafter(
     head = models.target.draft_head
     assert head is not None
     own_kv = kv_pool.from_layer(num_attention_layers(models.target.target))
+    if isinstance(head, BlockHead):
+        return BlockDrafter(head, plan, kv_pool, table, own_kv)
     return MTPDrafter(head, plan, kv_pool, table, models.target.cache_shape.dtype, own_kv)

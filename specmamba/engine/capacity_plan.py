@@ -90,7 +90,7 @@ def _plan_ranks(
     try:
         with torch.inference_mode():
             models = load_models(folder, config, device, only_shapes=True)
-        drafts = plan_drafts(config, models.draft_kind, models.target.target.vocab_size)
+        drafts = plan_drafts(config, models.draft_kind, models.target.target.vocab_size, models.block_size)
         plan = _plan_memory(config, models, drafts, budget)
     except ConfigError as error:
         if size == 1 and "weights and the smallest pools need" not in str(error):  # so it is with any number of ranks

@@ -97,7 +97,7 @@ class Engine:
             self.model = self.models.target
             self.vocab_size = self.model.target.vocab_size
             self.eos_token_ids = self.model.eos_token_ids
-            self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size)
+            self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size, self.models.block_size)
             weight_bytes = -self.ranks.smallest(-self.models.weight_bytes)
             self.memory_plan = plan_memory(
                 config,

@@ -103,7 +103,7 @@ def load_models(
     with _naming_the_draft(path):
         draft_folder = _resolve_draft(path, config.speculative_draft_model_revision)
     shapes = _load(folder, draft_folder, config, device, only_shapes=True, ranks=ranks)
-    plan_drafts(config, shapes.draft_kind, shapes.target.target.vocab_size)
+    plan_drafts(config, shapes.draft_kind, shapes.target.target.vocab_size, shapes.block_size)
     if shapes.draft is not None:
         _require_same_tokenizer(folder, draft_folder, config.skip_tokenizer_init)
     return shapes if only_shapes else _load(folder, draft_folder, config, device, False, ranks)

@@ -31,11 +31,13 @@ from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import DraftKind, LoadedModel, Models
+from specmamba.models.dflash import BlockAttention
 from specmamba.version import __version__
 
 # The names of layers, in the order in which they are listed.
 KINDS: dict[type, str] = {
     Attention: "attention",
+    BlockAttention: "attention",
     LatentAttention: "latent_attention",
     GatedDeltaNet: "gated_delta_net",
     KimiDeltaAttention: "kimi_delta_attention",
@@ -51,6 +53,7 @@ DRAFT_SHAPES: dict[DraftKind, tuple[str, ...]] = {
     "mtp": (CHAIN, DYNAMIC, STATIC),
     "eagle": (CHAIN, DYNAMIC, STATIC),
     "eagle3": (CHAIN, DYNAMIC, STATIC),
+    "dflash": (CHAIN, DYNAMIC),
     "draft-model": (CHAIN, DYNAMIC),
 }
 
@@ -76,7 +79,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         alone = load_models(folder, without, device, only_shapes=True).target
         found = load_models(folder, found_with, device, only_shapes=True)
     used = found if is_looked_for else replace(found, target=alone, draft=None)
-    plan = plan_drafts(config, used.draft_kind, alone.target.vocab_size)
+    plan = plan_drafts(config, used.draft_kind, alone.target.vocab_size, used.block_size)
     return {
         "model": config.model if config.model is not None else "specmamba-demo",
         "architecture": alone.architecture,

@@ -88,7 +88,7 @@ class Workbench:
             config = EngineConfig(**{**engine.config.model_dump(), **ours}).model_copy(update=loaded)
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
-        plan = plan_drafts(config, engine.models.draft_kind, engine.vocab_size)
+        plan = plan_drafts(config, engine.models.draft_kind, engine.vocab_size, engine.models.block_size)
         room = engine.memory_plan
         if plan.max_nodes > room.max_nodes or plan.num_lookahead_slots > room.num_lookahead_slots:
             raise ConfigError(
@@ -125,7 +125,7 @@ class Workbench:
         if isinstance(drafter, RankRecorder):
             drafter = drafter.mtp
         if not isinstance(drafter, MTPDrafter) or not engine.draft_plan.num_steps:
-            raise ConfigError("ranks are recorded from a draft head: choose auto, mtp, eagle or eagle3")
+            raise ConfigError("ranks are recorded of a head that drafts token by token: choose mtp, eagle or eagle3")
         recorder = RankRecorder(drafter, engine.draft_plan.num_steps)
         engine.runner.drafter, engine.runner.sizer = recorder, None
         return recorder

@@ -49,7 +49,7 @@ class EngineFlags(TypedDict, total=False):
     hicache_state_dtype: Literal["float32", "bfloat16", "float16"]
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_max_overtakes: int
-    speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram", "suffix"]
+    speculative_algorithm: Literal["auto", "none", "mtp", "eagle", "eagle3", "dflash", "draft-model", "ngram", "suffix"]
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
     speculative_draft_model_quantization: Literal["auto", "none", "int8", "int4", "fp8"]

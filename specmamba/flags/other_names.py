@@ -82,7 +82,7 @@ SPECULATIVE_FIELDS = {
     "suffix_decoding_min_token_prob": "speculative_suffix_min_probability",
 }
 METHODS = {
-    **{name: name for name in ("ngram", "suffix", "eagle", "eagle3", "mtp")},
+    **{name: name for name in ("ngram", "suffix", "eagle", "eagle3", "dflash", "mtp")},
     "draft_model": "draft-model",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from specmamba.kernels.linear import WeightForm
 from specmamba.layers.context import ForwardContext
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 
-DraftAlgorithm = Literal["mtp", "eagle", "eagle3"]
+DraftAlgorithm = Literal["mtp", "eagle", "eagle3", "dflash"]
 DraftKind = DraftAlgorithm | Literal["draft-model"]
 
 
@@ -102,13 +102,37 @@ class DraftHead(Protocol):
         """Apply the output head to [..., H']: [..., V] over the target's vocabulary, -inf for tokens never drafted."""
 
 
+@runtime_checkable
+class BlockHead(Protocol):
+    """A head that drafts a block of tokens in one pass, each for itself, from the target's features: DFlash.
+
+    Its keys and values at a position that the target has run depend on the target's features there alone. They are in
+    the target's KV pool at that position, so requests with a common prefix share them too.
+    """
+
+    width: int  # H, of context vectors and hidden states
+    block_size: int  # of the largest block, the root included
+
+    def combine(self, features: Tensor) -> Tensor:
+        """Turn the target's features [..., F] into context vectors [..., H]."""
+
+    def remember(self, vectors: Tensor, context: ForwardContext) -> None:
+        """Store keys and values of context vectors [B, L, H] at the positions of ``context``."""
+
+    def forward(self, roots: Tensor, context: ForwardContext) -> Tensor:
+        """Run blocks on the roots [B] at positions [B, L]: hidden states [B, L - 1, H] at those behind the roots."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the output head to [..., H]: [..., V], for the token at the same position."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A checkpoint in memory."""
 
     architecture: str
     target: Target
-    draft_head: DraftHead | None
+    draft_head: DraftHead | BlockHead | None
     cache_shape: CacheShape
     context_length: int
     num_parameters: int
@@ -134,6 +158,12 @@ class Models:
         if self.draft is not None:
             return "draft-model"
         return None if self.target.draft_head is None else self.target.draft_algorithm
+
+    @property
+    def block_size(self) -> int | None:
+        """Of the largest block that the draft head drafts, the root included; None: it drafts no blocks."""
+        head = self.target.draft_head
+        return head.block_size if isinstance(head, BlockHead) else None
 
     @property
     def weight_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Loading of draft heads that are checkpoints of their own and fit a target of any family.
 
-Two layouts are read, both safetensors with a config.json that has the fields of a Llama config. ``specmamba train
+Three layouts are read, all safetensors with a config.json that has the fields of a Llama config. ``specmamba train
 draft`` writes the second one, so that other runtimes can load its heads too.
 
 **EAGLE** (``eagle.py``; ``"architectures": ["LlamaForCausalLMEagle"]`` and others). Tensors: ``fc.weight`` [H, 2 H]
@@ -12,6 +12,11 @@ and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order;
 ``hidden_norm`` and ``input_layernorm``, its q, k and v over 2 H inputs; ``fc.weight`` [H, 3 H of the target]; ``norm``;
 ``lm_head.weight`` [draft vocabulary, H]; ``d2t`` [draft vocabulary] integers, where draft token i is target token
 i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not read.
+
+**DFlash** (``dflash/``; ``DFlashDraftModel``, or a ``dflash_config``). Tensors: ``fc.weight`` [H, K H] over the
+features of K layers, ``hidden_norm.weight``; ``layers.i.`` of Qwen3 with ``self_attn.{q,k,v,o}_proj`` and
+``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``, ``input_layernorm``, ``post_attention_layernorm``; and
+``norm.weight``. Embedding and output head are the target's, so neither is stored.
 
 Any name may begin with ``model.``. Queries and keys may be normed (``self_attn.{q,k}_norm``), projections may have
 biases, where such tensors are stored. Where no embedding is stored, the target's is used, without its multiplier; where
@@ -33,6 +38,8 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import Heads
+from specmamba.models.dflash import DFlashHead
+from specmamba.models.dflash.block_settings import FIELD
 from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
 from specmamba.models.rank_shapes import own_kv
@@ -78,30 +85,44 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
     assert isinstance(body, HybridTarget)
     is_shape = options.device.type == "meta"
     with (ShapeReader if is_shape else TensorReader)(folder, RENAMES) as reader:
+        is_block = "dflash" in architecture.lower() or hasattr(config, FIELD)
         is_eagle3 = "eagle3" in architecture.lower() or reader.has("layers.0.hidden_norm.weight")
         if not (is_eagle3 or reader.has("fc.weight")):
             raise UnsupportedModelError(
-                f"{folder} is a {architecture}: neither a model that specmamba has, nor an EAGLE or EAGLE-3 head, "
-                "which would have an fc.weight"
+                f"{folder} is a {architecture}: neither a model that specmamba has, nor an EAGLE, EAGLE-3 or "
+                "DFlash head, which would have an fc.weight"
             )
         _refuse_other_vocabulary(folder, config.vocab_size, body.vocab_size)
         shares = is_shape and _shares_embedding(reader, target_folder, options)
         weights = HeadWeights(config, reader, options, folder, target.cache_shape.num_kv_layers, shares)
-        head = Eagle3Head(weights, body, target.num_layers) if is_eagle3 else EagleHead(weights, body)
+        head = _head(weights, body, target.num_layers, is_block, is_eagle3)
         rotary = (f"layers.{i}.self_attn.rotary_emb." for i in range(config.num_hidden_layers))
         reader.finish(ignore=(*NOT_READ, *rotary))  # old programs stored frequencies, which follow from the config
-    if isinstance(head, Eagle3Head) and head.target_layers:
-        body.read_features(head.target_layers)
+    if layers := getattr(head, "target_layers", ()):
+        body.read_features(layers)
     kv = own_kv(KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim), weights.share)
     shape = target.cache_shape
     return replace(
         target,
         draft_head=head,
-        draft_algorithm="eagle3" if is_eagle3 else "eagle",
-        cache_shape=replace(shape, kv=(*shape.kv, kv), draft_features=head.width),
+        draft_algorithm="dflash" if is_block else "eagle3" if is_eagle3 else "eagle",
+        cache_shape=replace(
+            shape,
+            kv=(*shape.kv, kv),
+            draft_features=0 if is_block else head.width,
+            draft_context=head.width if is_block else 0,
+        ),
         num_parameters=target.num_parameters + weights.num_parameters,
         weight_bytes=target.weight_bytes + weights.num_bytes,
     )
+
+
+def _head(
+    weights: HeadWeights, target: HybridTarget, num_layers: int, is_block: bool, is_eagle3: bool
+) -> EagleHead | Eagle3Head | DFlashHead:
+    if is_block:
+        return DFlashHead(weights, target, num_layers)
+    return Eagle3Head(weights, target, num_layers) if is_eagle3 else EagleHead(weights, target)
 
 
 def read_head_config(folder: Path) -> PretrainedConfig:

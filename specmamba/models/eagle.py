@@ -87,7 +87,7 @@ class HeadWeights(Weights):
             shares_embedding: whether its embedding equals the target's, for tensors without values.
         """
         super().__init__(config, reader, options, options.draft_form)
-        self.folder, self._first_kv_layer, self._shares_embedding = folder, first_kv_layer, shares_embedding
+        self.folder, self.first_kv_layer, self._shares_embedding = folder, first_kv_layer, shares_embedding
 
     def rotary(self) -> Rotary:
         """As of every model, but for all texts of the target. Raises UnsupportedModelError."""
@@ -125,11 +125,11 @@ class HeadWeights(Weights):
 
     def blocks_behind_attention(self) -> list[Block]:
         """All blocks behind the attention of the first layer."""
-        blocks = [Block((self._feed_forward(0),))]
+        blocks = [Block((self.feed_forward(0),))]
         for layer in range(1, self.config.num_hidden_layers):
             norm = self.rms_norm(f"layers.{layer}.input_layernorm.weight")
             attention = self.attention(layer, self.config.hidden_size)
-            blocks.append(Block(((norm, attention), self._feed_forward(layer))))
+            blocks.append(Block(((norm, attention), self.feed_forward(layer))))
         return blocks
 
     def rms_norm(self, name: str) -> RMSNorm:
@@ -142,7 +142,7 @@ class HeadWeights(Weights):
         return attention_layer(
             self,
             prefix,
-            self._first_kv_layer + layer,
+            self.first_kv_layer + layer,
             Heads.of(self.config),
             width=width,
             has_bias=self.reader.has(f"{prefix}q_proj.bias"),
@@ -150,7 +150,8 @@ class HeadWeights(Weights):
             norm_eps=self.config.rms_norm_eps if self.reader.has(f"{prefix}q_norm.weight") else None,
         )
 
-    def _feed_forward(self, layer: int) -> tuple[RMSNorm, GatedMLP]:
+    def feed_forward(self, layer: int) -> tuple[RMSNorm, GatedMLP]:
+        """The norm and the MLP behind the attention of a layer."""
         prefix = f"layers.{layer}."
         mlp = gated_mlp(self, f"{prefix}mlp.", self.config.intermediate_size)
         return self.rms_norm(f"{prefix}post_attention_layernorm.weight"), mlp
@@ -171,7 +172,7 @@ class Eagle3Head:
         self.width = width = c.hidden_size
         self._vocab_size = target.vocab_size
         self.target_layers = read_layer_ids(c, num_target_layers)
-        self._fc = _fc(weights, len(self.target_layers), target.hidden_size)
+        self._fc = take_fc(weights, len(self.target_layers), target.hidden_size)
         self._embedding = weights.embedding(target)
         norms = [weights.rms_norm(f"layers.0.{name}.weight").weight for name in ("input_layernorm", "hidden_norm")]
         self._input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)  # of both in one pass
@@ -229,7 +230,8 @@ def read_layer_ids(config: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(i + 1 if ids is inside else i for i in ids))
 
 
-def _fc(weights: HeadWeights, num_layers: int, target_width: int) -> Linear | None:
+def take_fc(weights: HeadWeights, num_layers: int, target_width: int) -> Linear | None:
+    """The projection of so many layers' features; None where ``num_layers`` is 0. Raises ConfigError."""
     c, name = weights.config, "fc.weight"
     if not num_layers:
         weights.require_width(c.hidden_size, target_width)

@@ -1,14 +1,14 @@
 """Train a draft head for a target that has none, or a better one.
 
-    specmamba train draft --model PATH --out DIR [--text FILE_OR_FOLDER ...] [--own-outputs N] [--minutes 10]
-                          [--steps-deep 3] [--draft-vocab-size N] [any engine flag]
+    specmamba train draft --model PATH --out DIR [--kind eagle3|dflash] [--text FILE_OR_FOLDER ...]
+                          [--own-outputs N] [--minutes 10] [--steps-deep 3] [--draft-vocab-size N] [any engine flag]
 
 The target reads the text once, and its hidden states are kept in memory. The head learns to predict the target's
 tokens, several of them ahead on its own states. A report on held-out text ends the run: acceptance length, speed-up,
 and whether the text equals the plain run's. The last line printed is the command that serves the target with its head.
 DIR gets
 
-- ``head/``: for ``--speculative-draft-model-path``; the EAGLE-3 layout, which other runtimes read too;
+- ``head/``: for ``--speculative-draft-model-path``; the EAGLE-3 or DFlash layout, which other runtimes read too;
 - ``report.json`` and ``held_out.jsonl``, the prompts of the report;
 - ``resume/`` and ``own_outputs.jsonl``: from these the same command resumes a run that was stopped (Ctrl-C, SIGTERM,
   power).
@@ -73,7 +73,6 @@ def _run(config: TrainDraftConfig) -> int:
 
 def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | None = None) -> int:
     """Train into ``config.out``, resuming a run found there, and report. Returns the exit status of ``main``."""
-    from specmamba.train.head import write_head
     from specmamba.train.loop import stopping_on_signals
     from specmamba.train.texts import read_documents
 
@@ -89,7 +88,7 @@ def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | No
         console.print("stopped: the same command resumes", highlight=False, soft_wrap=True)
         return 1
     with errors_of_out(config.out):
-        write_head(config.out / "head", trainer.head, target.layers, target.context_length)
+        trainer.write(config.out / "head", target.layers, target.context_length)
     outcome = outcome_of(config, trainer)
     del trainer, target  # the engine of the report needs their memory
     status = report(config, outcome, console)
@@ -111,6 +110,10 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
         prompts = prompts_of(texts.held_out, llm.engine.tokenizer)
         texts = windows.own_outputs(config, llm, texts, digest) if config.own_outputs else texts
         layers = windows.feature_layers(llm.engine.model.num_layers)
+        if config.kind == "dflash" and 0 in layers:
+            raise ConfigError(
+                "--kind dflash: the head reads behind layers that others follow; the target has one layer"
+            )
         pieces = windows.cut(texts.train, config.window_length, config.seed)
         read = windows.read_windows(config, llm, pieces, layers)
         data = TrainingData(read, *llm.workbench.target_matrices(), {"texts": texts.digest, "target": digest})
@@ -134,19 +137,26 @@ def new_trainer(config: TrainDraftConfig, target: Target, console: Console) -> D
     """Make the trainer of a new head, or of the head of a run that was stopped."""
     import torch
 
+    from specmamba.train.block_head import BlockHead
+    from specmamba.train.block_trainer import BlockTrainer
     from specmamba.train.head import Eagle3Head
-    from specmamba.train.memory import shape_of
+    from specmamba.train.memory import block_shape_of, shape_of
     from specmamba.train.trainer import DraftTrainer
-    from specmamba.train.windows import feature_scales, frequent_tokens
+    from specmamba.train.windows import feature_scales, frequent_tokens, rarest_token
 
-    data, num_layers = target.data, len(target.layers)
+    data, num_layers, texts = target.data, len(target.layers), target.texts.train
     vocab_size, hidden_size = data.output.shape
     drafted = config.draft_vocab_size
-    shape = shape_of(config, hidden_size, vocab_size, num_layers)
-    ids = None if drafted is None else frequent_tokens(target.texts.train, drafted, vocab_size)
+    shape, scales = shape_of(config, hidden_size, vocab_size, num_layers), feature_scales(data.windows, num_layers)
     torch.manual_seed(config.seed)
-    head = Eagle3Head(shape, data.output, feature_scales(data.windows, num_layers), ids)
-    trainer = DraftTrainer(config, data, head, target.device)
+    trainer: DraftTrainer
+    if config.kind == "dflash":
+        block = block_shape_of(config, shape, rarest_token(texts, vocab_size))
+        trainer = BlockTrainer(config, data, BlockHead(block, scales), target.device)
+    else:
+        ids = None if drafted is None else frequent_tokens(texts, drafted, vocab_size)
+        trainer = DraftTrainer(config, data, Eagle3Head(shape, data.output, scales, ids), target.device)
+    head = trainer.head
     step = trainer.progress.step
     console.print(
         f"the head has {head.num_parameters:,} parameters and reads the target in front of its "

@@ -89,7 +89,7 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         group = s.num_heads // s.num_key_value_heads
-        q, k = _rotate(q, *rotary), _rotate(k, *rotary).repeat_interleave(group, 1)
+        q, k = rotate(q, *rotary), rotate(k, *rotary).repeat_interleave(group, 1)
         past.append((k, v.repeat_interleave(group, 1)))
         step, scale = len(past), s.head_dim**-0.5
         behind = torch.arange(length, device=x.device)
@@ -202,7 +202,8 @@ def rotary_of(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., D] by the angles of ``rotary_of``."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -216,12 +217,17 @@ def write_head(folder: Path, head: Eagle3Head, layers: tuple[int, ...], max_posi
         layers: layers of the target in front of which it reads.
         max_positions: tokens of the longest text of the target.
     """
-    folder.mkdir(exist_ok=True)
-    partial = folder / "model.safetensors.partial"
-    save_file(head_tensors(head), partial, {"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
+    replace_file(folder, head_tensors(head))
     config = head_config(head.shape, layers, max_positions)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf8")
+
+
+def replace_file(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write model.safetensors in one go."""
+    folder.mkdir(exist_ok=True)
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, partial, {"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
 
 
 def head_tensors(head: Eagle3Head) -> dict[str, Tensor]:

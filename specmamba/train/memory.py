@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 
 from specmamba.errors import ConfigError
+from specmamba.train.block_head import BlockHead, BlockShape
+from specmamba.train.block_trainer import num_anchors
 from specmamba.train.head import Eagle3Head, HeadShape
 from specmamba.train.options import TrainDraftConfig
 from specmamba.train.trainer import TENSORS_AT_ONCE, slice_length
@@ -37,16 +39,28 @@ def shape_of(config: TrainDraftConfig, hidden_size: int, vocab_size: int, num_la
     return HeadShape.of(hidden_size, vocab_size, num_layers, drafted, config.num_heads, config.intermediate_size)
 
 
+def block_shape_of(config: TrainDraftConfig, shape: HeadShape, mask_token_id: int) -> BlockShape:
+    """The same of a DFlash head."""
+    return BlockShape(
+        **vars(shape),
+        num_layers=config.num_layers,
+        block_size=config.steps_deep + 1,
+        mask_token_id=mask_token_id,
+    )
+
+
 def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> MemoryNeeds:
     """Compute what a run with ``num_windows`` windows needs."""
     with torch.device("meta"):
         scales = [1.0] * shape.num_features
-        head = Eagle3Head(shape, torch.empty(shape.draft_vocab_size, shape.hidden_size), scales)
+        output = torch.empty(shape.draft_vocab_size, shape.hidden_size)
+        is_block = config.kind == "dflash"
+        head = BlockHead(block_shape_of(config, shape, 0), scales) if is_block else Eagle3Head(shape, output, scales)
     return MemoryNeeds(
         bytes_of(num_windows, config.seq + 1, shape.num_features * shape.hidden_size, shape.hidden_size),
         2 * FLOAT * shape.vocab_size * shape.hidden_size,
         COPIES * FLOAT * head.num_parameters,
-        step_bytes(config, shape),
+        block_step_bytes(config, shape) if is_block else step_bytes(config, shape),
     )
 
 
@@ -64,6 +78,17 @@ def step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
     slices = TENSORS_AT_ONCE * min(rows, slice_length(s.vocab_size)) * s.vocab_size
     on_the_way = rows * (inputs + drafts * per_draft + attention) + slices
     return FLOAT * max(on_the_way, 2 * s.draft_vocab_size * s.hidden_size)
+
+
+def block_step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
+    """The same of a DFlash head: the states of all blocks, of the context, and a slice of logits."""
+    s, block, length = shape, config.steps_deep + 1, config.seq + 1
+    rows = config.batch * num_anchors(length, block) * block
+    width = s.num_heads * s.head_dim
+    context = config.batch * length * ((s.num_features + 3) * s.hidden_size + config.num_layers * 6 * width)
+    per_row = 8 * s.hidden_size + 8 * width + 4 * s.intermediate_size + 4 * s.num_heads * (length + block)
+    slices = TENSORS_AT_ONCE * min(rows, slice_length(s.vocab_size)) * s.vocab_size
+    return FLOAT * (context + rows * (config.num_layers * per_row + 4 * s.hidden_size) + slices)
 
 
 def check_memory(config: TrainDraftConfig, llm: LLM, num_windows: int, console: Console) -> None:

@@ -20,11 +20,14 @@ PATTERN = "*.py"
 
 
 class TrainDraftConfig(EngineConfig):
-    """Train an EAGLE-3 draft head for a target, on text or on what the target itself writes."""
+    """Train an EAGLE-3 or DFlash draft head for a target, on text or on what the target itself writes."""
 
     needs_text = True
 
     disable_radix_cache: Annotated[bool, Field(description="always on here: what is cached would not be run")] = True
+    kind: Annotated[
+        Literal["eagle3", "dflash"], Field(description="of the head: drafts one by one, or a block in one pass")
+    ] = "eagle3"
     out: Annotated[Path, Field(description="folder to write; a run found there is resumed")]
     text: Annotated[
         list[str],
@@ -43,12 +46,18 @@ class TrainDraftConfig(EngineConfig):
     seq: Annotated[int, Field(ge=16, description="tokens of one sequence")] = 256
     batch: Annotated[int, Field(ge=1, description="sequences of one step")] = 2
     steps_deep: Annotated[
-        int, Field(ge=1, le=8, description="drafts in a row that the head is trained to make from its own states")
+        int,
+        Field(
+            ge=1,
+            le=8,
+            description="drafts in a row that the head is trained to make: from its own states, or in one block",
+        ),
     ] = 3
     draft_vocab_size: Annotated[
         int | None, Field(ge=1, description="draft only so many tokens, the most frequent ones of the text; none: all")
     ] = None
     num_heads: Annotated[int | None, Field(ge=1, description="query heads; none: of 64 channels each")] = None
+    num_layers: Annotated[int, Field(ge=1, le=16, description="layers of a dflash head; an eagle3 head has one")] = 2
     intermediate_size: Annotated[
         int | None, Field(ge=1, description="width of the feed-forward layer; none: 3 x the target's hidden size")
     ] = None
@@ -86,6 +95,10 @@ class TrainDraftConfig(EngineConfig):
             raise ValueError("--no-disable-radix-cache: what is cached would not be run: drop it")
         if self.steps_deep + 2 > self.seq:
             raise ValueError(f"--steps-deep {self.steps_deep} needs sequences longer than --seq {self.seq}")
+        if self.kind == "dflash" and self.draft_vocab_size is not None:
+            raise ValueError("--draft-vocab-size: a dflash head drafts by the target's own output head: drop it")
+        if self.kind == "eagle3" and self.num_layers != fields["num_layers"].default:
+            raise ValueError(f"--num-layers {self.num_layers}: an eagle3 head has one layer: drop it")
         if self.num_tokens < self.window_length:
             raise ValueError(f"--num-tokens {self.num_tokens} is less than one sequence of --seq {self.seq} (and two)")
         if "temperature" in self.model_fields_set and not self.own_outputs:

@@ -27,7 +27,8 @@ from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_
 from specmamba.measure.acceptance.run import measure, select_tasks, start_engine
 from specmamba.measure.acceptance.tables import print_report
 from specmamba.measure.prompts import read_texts
-from specmamba.train.head import Eagle3Head
+from specmamba.train.block_head import BlockHead
+from specmamba.train.head import Eagle3Head, write_head
 from specmamba.train.loop import RunState, TrainingLoop
 from specmamba.train.options import TrainDraftConfig
 from specmamba.train.texts import REPORT_TOKENS, Tokens
@@ -82,12 +83,12 @@ def draft_loss(
     losses, agreements = (torch.zeros(num_steps, device=hidden.device) for _ in range(2))
     for start in range(0, len(rows), slice_length(len(output))):
         part = slice(start, start + slice_length(len(output)))
-        target, likeliest = _of_target(rows[part], output, ids)
+        target, likeliest = of_target(rows[part], output, ids)
         for step, x in enumerate(states):
             counted = (position[part] >= step) / (batch * (length - step))
-            of_draft, drafted, gradient = _of_draft(x.flatten(0, 1)[part], weight, target)
+            entropy, drafted, gradient = of_draft(x.flatten(0, 1)[part], weight, target)
             agrees = (drafted if ids is None else ids[drafted]) == likeliest
-            losses[step] += of_draft @ counted
+            losses[step] += entropy @ counted
             agreements[step] += agrees.float() @ counted
             gradient *= (counted * importance[step])[:, None]
             torch.mm(gradient, weight, out=gradients[step].view(len(rows), -1)[part])
@@ -97,13 +98,13 @@ def draft_loss(
     return DraftLoss(losses @ importance, agreements, gradients)
 
 
-def _of_target(hidden: Tensor, output: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def of_target(hidden: Tensor, output: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """The target's probabilities of the drafted tokens [n, D], and its likeliest tokens [n]."""
     target = F.linear(hidden, output).softmax(-1)
     return target if ids is None else target[:, ids], target.argmax(-1)
 
 
-def _of_draft(states: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def of_draft(states: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The cross entropy [n], the likeliest drafts [n], and the gradient of the former by the logits [n, D]."""
     said = F.linear(states, weight).log_softmax(-1)
     entropy = -(target * said).sum(-1)
@@ -132,7 +133,11 @@ class DraftTrainer(TrainingLoop):
     smoothing = 0.95
     seconds_between_lines = 30.0
 
-    def __init__(self, config: TrainDraftConfig, data: TrainingData, head: Eagle3Head, device: torch.device) -> None:
+    head: Eagle3Head | BlockHead
+
+    def __init__(
+        self, config: TrainDraftConfig, data: TrainingData, head: Eagle3Head | BlockHead, device: torch.device
+    ) -> None:
         self.head, self._config, self._windows, self._device = head.to(device).train(), config, data.windows, device
         self._embedding, self._output = data.embedding.to(device), data.output.to(device)
         self._target_ids = None if head.target_ids is None else head.target_ids.to(device)
@@ -163,6 +168,11 @@ class DraftTrainer(TrainingLoop):
         with errors_of_out(self._config.out):
             super().save()
 
+    def write(self, folder: Path, layers: tuple[int, ...], max_positions: int) -> None:
+        """Write the head; arguments as for ``write_head``."""
+        assert isinstance(self.head, Eagle3Head)
+        write_head(folder, self.head, layers, max_positions)
+
     def update(self) -> list[float]:
         """Do one optimizer step; return its loss and agreements."""
         chosen = torch.randint(len(self._windows), (self._config.batch,), generator=self._order)
@@ -179,11 +189,16 @@ class DraftTrainer(TrainingLoop):
         self._optimizer.step()
         return values
 
-    def _run_head(self, chosen: Tensor) -> tuple[list[Tensor], DraftLoss]:
+    def _windows_on_device(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, features and hidden states of the chosen windows."""
+        of_all = self._windows.tokens, self._windows.features, self._windows.hidden
+        tokens, features, hidden = (x[chosen].to(self._device) for x in of_all)
+        return tokens, features, hidden
+
+    def _run_head(self, chosen: Tensor) -> tuple[Sequence[Tensor], DraftLoss]:
         """Run the head on the chosen windows, and judge its drafts."""
-        tokens, features, hidden = (
-            x[chosen].to(self._device) for x in (self._windows.tokens, self._windows.features, self._windows.hidden)
-        )
+        assert isinstance(self.head, Eagle3Head)
+        tokens, features, hidden = self._windows_on_device(chosen)
         embeddings = F.embedding(tokens[:, 1:], self._embedding)
         states = self.head.states(embeddings, features[:, :-1].float(), self._config.steps_deep)
         weight = self.head.lm_head.weight
@@ -216,7 +231,7 @@ def measure_head(config: TrainDraftConfig, head: Path, prompts: Path, console: C
         SpecmambaError: the head cannot be run, or none of the prompts can.
     """
     flags = config.engine_flags | {
-        "speculative_algorithm": "eagle3",
+        "speculative_algorithm": config.kind,
         "speculative_draft_model_path": str(head),
         "speculative_num_steps": config.steps_deep,
     }

@@ -97,9 +97,17 @@ def feature_scales(windows: Windows, num_layers: int) -> list[float]:
 
 def frequent_tokens(texts: Sequence[Sequence[int]], count: int, vocab_size: int) -> Tensor:
     """The ``count`` most frequent tokens [count] int64, ascending; among equals the lower ones."""
-    stream = torch.tensor([token for text in texts for token in text])
-    counts = torch.bincount(stream, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:count].sort().values
+    return _counts(texts, vocab_size).argsort(descending=True, stable=True)[:count].sort().values
+
+
+def rarest_token(texts: Sequence[Sequence[int]], vocab_size: int) -> int:
+    """The token that stands in the texts least often; among equals the highest one."""
+    return vocab_size - 1 - int(_counts(texts, vocab_size).flip(0).argmin())
+
+
+def _counts(texts: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """How often each token stands in the texts, [V] int64."""
+    return torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=vocab_size)
 
 
 def own_outputs(config: TrainDraftConfig, llm: LLM, texts: Texts, target: str) -> Texts:

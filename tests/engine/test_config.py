@@ -163,7 +163,7 @@ class TestAliases:
     def test_what_is_not_built_is_refused(self, name: str) -> None:
         message = refusal("--speculative-algorithm", name)
         assert message.startswith("--speculative-algorithm: ")
-        assert "'auto', 'none', 'mtp', 'eagle', 'eagle3', 'draft-model', 'ngram' or 'suffix'" in message
+        assert "'auto', 'none', 'mtp', 'eagle', 'eagle3', 'dflash', 'draft-model', 'ngram' or 'suffix'" in message
 
     @pytest.mark.parametrize("name", ["eagle", "EAGLE3", "draft-model"])
     def test_drafts_that_are_not_in_the_checkpoint_need_a_path(self, name: str) -> None:

@@ -631,7 +631,9 @@ def test_frequencies_that_old_programs_stored(target: Path, tmp_path: Path) -> N
 def test_folders_without_a_head(target: Path, heads: dict[str, Head], tmp_path: Path) -> None:
     head = write_head(tmp_path, target, "eagle", seed=0)
     save(replace(head, tensors={name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}))
-    refused(target, head, UnsupportedModelError, "neither a model that specmamba has, nor an EAGLE or EAGLE-3 head")
+    refused(
+        target, head, UnsupportedModelError, "neither a model that specmamba has, nor an EAGLE, EAGLE-3 or DFlash head"
+    )
     refused(target, heads["eagle3"], ConfigError, "holds a draft of the kind eagle3", speculative_algorithm="eagle")
     refused(target, heads["eagle"], ConfigError, "holds a draft of the kind eagle:", speculative_algorithm="mtp")
 

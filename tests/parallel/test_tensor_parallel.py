@@ -20,6 +20,7 @@ import pytest
 
 from specmamba.errors import ConfigError
 from specmamba.quantize import QuantizeConfig, quantize_checkpoint
+from tests.blocks import write_block_head
 from tests.families import FAMILIES, bamba
 from tests.heads import write_head
 from tests.parallel.jobs import Job, job, prompts, run_job
@@ -128,10 +129,11 @@ def draft_jobs(folder: Path, names: Iterable[str]) -> list[Job]:
 
 
 def separate_drafts(root: Path, target: Path) -> list[Job]:
-    """An EAGLE-3 head with a vocabulary of its own, and a model of another family."""
+    """An EAGLE-3 head with a vocabulary of its own, a DFlash head, and a model of another family."""
     head = write_head(root / "eagle3", target, "eagle3", 0).folder
+    block = write_block_head(root / "dflash", target, 0).folder
     FAMILIES["mamba2"].build(root / "small", "biased-tied")
-    paths = {"eagle3": head, "draft-model": root / "small"}
+    paths = {"eagle3": head, "dflash": block, "draft-model": root / "small"}
     return [
         job(name, target, TEXTS, speculative_algorithm=name, speculative_draft_model_path=str(path))
         for name, path in paths.items()
@@ -188,7 +190,7 @@ def test_texts_with_drafts_are_the_same(name: str, request: pytest.FixtureReques
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "draft-model"])
+@pytest.mark.parametrize("name", ["draft-model", "dflash", "eagle3"])
 def test_separate_drafts_are_divided_too(more: Results, name: str) -> None:
     shared = more.check(name)
     assert sum(heads for _, heads in shared["kv"]) < sum(heads for _, heads in more.alone[name]["kv"])

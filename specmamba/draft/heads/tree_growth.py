@@ -139,14 +139,25 @@ def offer_comb(
         if depth:
             hidden = runner.descend(batch, levels[-1].tokens[:, 0, :1], hidden, depth, None, depth)
         levels.append(picker.pick(runner.head.logits(hidden), topk, batch, depth))
-    tokens = torch.cat([level.tokens[:, 0] for level in levels], 1)
-    logp = torch.cat([level.place_logp[:, 0] for level in levels], 1)
-    parents, entries, depths, ranks = _comb(num_steps, topk, batch.root_tokens.device)
+    tokens, place_logp = (torch.cat([getattr(level, name) for level in levels], 1) for name in ("tokens", "place_logp"))
     probs = [level.probs for level in levels if level.probs is not None]
-    parents = parents.expand(batch.size, -1)
-    if not probs:
-        return Candidates(tokens, parents, logp, depths, ranks)
-    return Candidates(tokens, parents, logp, depths, ranks, torch.cat(probs, 1), entries.expand(batch.size, -1))
+    return comb_of(tokens, place_logp, torch.cat(probs, 1) if probs else None)
+
+
+def comb_of(tokens: Tensor, place_logp: Tensor, probs: Tensor | None) -> Candidates:
+    """Candidates of a chain's nodes and their siblings.
+
+    Args:
+        tokens: [B, D, k] int64, the children of the root, of its first child, and so on.
+        place_logp: [B, D, k], as in ``Children``.
+        probs: [B, D, V], what they were drawn from; None: chosen.
+    """
+    size, num_steps, topk = tokens.shape
+    parents, entries, depths, ranks = _comb(num_steps, topk, tokens.device)
+    parents, logp = parents.expand(size, -1), place_logp.flatten(1)
+    if probs is None:
+        return Candidates(tokens.flatten(1), parents, logp, depths, ranks)
+    return Candidates(tokens.flatten(1), parents, logp, depths, ranks, probs, entries.expand(size, -1))
 
 
 @cache

@@ -1,0 +1,160 @@
+"""Drafting with a block head (DFlash): one pass over a root and masks gives the distributions of all depths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specmamba.cache.access import PagedKV, prefill_chunk, tree_keys
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.request_table import RequestTable
+from specmamba.core import Batch, DraftTree, PrefillChunk, Verdict
+from specmamba.draft.blocks.marginal_trees import chain_of, marginal_trees
+from specmamba.draft.candidates import Candidates
+from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
+from specmamba.draft.heads.children import ChildPicker
+from specmamba.draft.heads.missed_steps import MissedSteps
+from specmamba.draft.heads.tree_growth import comb_of
+from specmamba.kernels import paged_attention
+from specmamba.layers.context import ForwardContext
+from specmamba.models.base import BlockHead
+
+
+class BlockDrafter(Drafter):
+    """Drafts blocks on the roots; its keys and values lie at the target's positions in its part of the KV pool.
+
+    At positions before a root they are made of the target's features there, when the target has run the token: of known
+    tokens in ``extend``, of an accepted path in ``observe``. They depend on no state of the drafter, so nothing is
+    pending between steps, and a request that continues from a cached prefix needs nothing but the prefix's KV. From the
+    root on they are those of the newest block, which the next block or the accepted path overwrites.
+
+    Steps without drafts it may skip. It then keeps the target's features, as context vectors, and stores their keys and
+    values when it returns; older ones never (``MissedSteps``).
+    """
+
+    is_capturable = True
+    drafts_chains = True
+    can_skip = True
+
+    def __init__(self, head: BlockHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, own_kv: KVPool) -> None:
+        """Make a drafter.
+
+        Args:
+            head: drafts.
+            plan: shapes of drafts; no static trees.
+            kv_pool: has the head's keys and values.
+            table: of requests.
+            own_kv: the part of ``kv_pool`` that is the head's alone.
+        """
+        self.max_nodes, self.max_steps = plan.max_nodes, plan.num_steps
+        self.num_distributions = plan.num_steps + 1
+        self.head = head
+        self._plan, self._picker = plan, ChildPicker(plan.draws_drafts)
+        self._kv_pool, self._own_kv, self._table = kv_pool, own_kv, table
+        self._device = table.kv_slots.device
+        shape = plan.num_steps, plan.topk, plan.max_nodes
+        self._trees = None if plan.topk == 1 or plan.is_sized else marginal_trees(*shape, self._device)
+        self._missed = MissedSteps()
+        self._root = [0] * (table.num_rows + 1)  # positions of the roots, missed steps not counted
+
+    def begin(self, row: int, tokens: Sequence[int]) -> None:
+        self._missed.forget(row)
+        self._root[row] = len(tokens) - 1
+
+    def features(self, row: int, position: int) -> None:
+        """Nothing; but others may share the row's KV from now on, so that all of it is made."""
+        self._return_to([row])
+
+    def finish(self, batch: Batch) -> None:
+        self._return_to(batch.rows)
+
+    def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
+        """Make the keys and values of known tokens."""
+        self._remember_chunk(chunk, self.head.combine(features))
+
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens | None:
+        self._return_to(rows)
+        return None
+
+    def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens | None:
+        self._return_to(rows)
+        return None
+
+    def propose(self, batch: Batch) -> DraftTree:
+        plan, trees = self._plan, self._trees
+        if trees is None:
+            return self.propose_chain(batch, min(plan.num_steps + 1, plan.max_nodes))
+        children = self._picker.pick(self.marginals(batch, plan.num_steps), plan.topk, batch, 0)
+        return trees.best(batch, children)
+
+    def propose_nothing(self, batch: Batch) -> DraftTree:
+        return root_tree(batch)
+
+    def propose_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
+        return chain_of(batch, *self._picker.pick_one(self.marginals(batch, num_nodes - 1), batch, 0))
+
+    def offer(self, batch: Batch, num_steps: int) -> Candidates:
+        children = self._picker.pick(self.marginals(batch, num_steps), self._plan.topk, batch, 0)
+        return comb_of(children.tokens, children.place_logp, children.probs)
+
+    def marginals(self, batch: Batch, num_steps: int) -> Tensor:
+        """Logits [B, num_steps, V] of the tokens at the first depths below the roots."""
+        length = num_steps + 1
+        positions = batch.root_positions[:, None] + torch.arange(length, device=self._device)
+        sees = torch.ones(1, length, length, dtype=torch.bool, device=self._device).expand(batch.size, -1, -1)
+        keys = tree_keys(self._table, batch, sees.contiguous(), batch.max_root_position + length)
+        slots = self._table.slots_at(batch.row_index, positions)
+        kv = PagedKV(self._kv_pool, slots.view(-1), keys)
+        return self.head.logits(self.head.forward(batch.root_tokens, ForwardContext(kv, None, positions)))
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Make the keys and values of the accepted paths."""
+        vectors = self.head.combine(_on_path(features, verdict, features.shape[1]))
+        offsets = torch.arange(vectors.shape[1], device=self._device)
+        positions = batch.root_positions[:, None] + offsets
+        slots = self._table.slots_at(batch.row_index, positions) * (offsets <= verdict.num_accepted[:, None])
+        self._remember(vectors, batch.row_index, positions, slots)
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        for row, tokens in zip(rows, decided, strict=True):
+            self._root[row] += len(tokens)
+
+    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
+        vectors = self.head.combine(_on_path(features, verdict, max(map(len, decided))))
+        self._missed.add((rows, decided, vectors))
+
+    def _return_to(self, rows: Sequence[int]) -> None:
+        """Go on after skipped steps: make the keys and values of their tokens, up to the roots."""
+        if not self._missed or not (rows := self._missed.among(rows)):
+            return
+        for row in rows:
+            missed, begin = self._missed.take(row), self._root[row]
+            first = begin + missed.num_lost
+            self._root[row] = first + len(missed.tokens)
+            if missed.num_lost:  # what is not known becomes zeros, not those of other requests
+                positions = torch.arange(begin, first, device=self._device)[None]
+                self._own_kv.clear(self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten())
+            if missed.tokens:  # the vector of each is that of the token before it
+                chunk = prefill_chunk([row], [first], [missed.tokens], self._device)
+                self._remember_chunk(chunk, pad_sequence([missed.states], batch_first=True))
+
+    def _remember_chunk(self, chunk: PrefillChunk, vectors: Tensor) -> None:
+        self._remember(vectors, chunk.row_index, chunk.positions, self._table.slots_of(chunk))
+
+    def _remember(self, vectors: Tensor, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Store keys and values of context vectors [B, L, H] in slots [B, L] of rows [B]; slot 0 is padding."""
+        # queries are not used: they see the first position alone, which costs least
+        keys = paged_attention.AttentionMetadata(self._table.kv_slots, rows, torch.zeros_like(positions), 1)
+        kv = PagedKV(self._kv_pool, slots.reshape(-1), keys)
+        self.head.remember(vectors, ForwardContext(kv, None, positions))
+
+
+def _on_path(features: Tensor, verdict: Verdict, length: int) -> Tensor:
+    """The features [B, length, F] of the first nodes on the accepted paths."""
+    if features.shape[1] == 1:
+        return features
+    return features.gather(1, verdict.path[:, :length, None].expand(-1, -1, features.shape[2]))
