@@ -212,7 +212,10 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     kv_dtype = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[config.kv_cache_dtype]
     state = loaded.cache_shape.state  # kernels that fold know decays by head alone
     folds_in_verify = gpu.folds_in_verify(device) and not (state.decays_by_channel or state.is_selective)
-    shape = replace(loaded.cache_shape, state_dtype=dtype, kv_dtype=kv_dtype, folds_in_verify=folds_in_verify)
+    of_dtypes = {"state_dtype": dtype, "kv_dtype": kv_dtype}
+    shape = replace(
+        loaded.cache_shape, **of_dtypes, folds_in_verify=folds_in_verify, is_exact=config.deterministic
+    )
     return replace(loaded, cache_shape=shape)
 
 
