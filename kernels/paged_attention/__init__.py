@@ -48,6 +48,6 @@ def attend_layer(
         ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head, or the
             scales of a token, are not contiguous in a pool (Triton form).
     """
-    if kv.is_exact:
+    if kv.is_exact and metadata.num_keys > 0:
         raise RuntimeError("exact attention needs native code, which does not take these operands")
     return torch_ops.attend_layer(projected, config, angles, kv, metadata)
