@@ -18,7 +18,9 @@ def takes_packed(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) ->
 
 
 @operator(
-    triton=lambda *given: given[1].latent_dim is None and not given[3].is_exact and gpu.can_launch(given[0], given[3].k_pool),
+    triton=lambda *given: (
+        given[1].latent_dim is None and not given[3].is_exact and gpu.can_launch(given[0], given[3].k_pool)
+    ),
     native=lambda *given: native_ops.can_take(given[0], given[3], given[4]),
 )
 def attend_layer(

@@ -28,7 +28,18 @@ _VisibleKeys = struct("VisibleKeys", _VISIBLE, _VISIBLE_SIZES)
 _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
 _OF_CODES = ["k_scales", "v_scales"]
 _PARTS: list[str | tuple[str, type[Any]]] = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts", *_OF_CODES]
-_SIZES = ["batch", "queries", "rotated", "k_row", "v_row", "tokens", "k_scales_row", "v_scales_row", "codes", "is_exact"]
+_SIZES = [
+    "batch",
+    "queries",
+    "rotated",
+    "k_row",
+    "v_row",
+    "tokens",
+    "k_scales_row",
+    "v_scales_row",
+    "codes",
+    "is_exact",
+]
 _Layer = struct("Layer", _PARTS, _SIZES)
 _PLAIN = (None, None), (0, 0, 0)  # pointers and sizes of pools that hold the numbers themselves
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as native code names the types of codes

@@ -102,7 +102,9 @@ def sigmoid(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
     is_bfloat16 = x.dtype is torch.bfloat16
-    library.required(code()).rowwise_sigmoid(x.data_ptr(), y.data_ptr(), x.numel(), is_bfloat16, torch.get_num_threads())
+    library.required(code()).rowwise_sigmoid(
+        x.data_ptr(), y.data_ptr(), x.numel(), is_bfloat16, torch.get_num_threads()
+    )
     return y
 
 

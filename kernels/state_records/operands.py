@@ -222,7 +222,9 @@ StateOperands = ExtendOperands | RecordOperands | SnapshotOperands
 def refuse_exact(is_exact: bool) -> None:
     """Raise RuntimeError where states need the fixed arithmetic: this form has another one."""
     if is_exact:
-        raise RuntimeError("exact states need native code for every operator, and these operands are none that it takes")
+        raise RuntimeError(
+            "exact states need native code for every operator, and these operands are none that it takes"
+        )
 
 
 def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:

@@ -216,9 +216,12 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     folds_in_verify = gpu.folds_in_verify(device) and not (state.decays_by_channel or state.is_selective)
     if config.deterministic:
         require_exact(loaded, device)
-    of_dtypes = {"state_dtype": dtype, "kv_dtype": kv_dtype}
     shape = replace(
-        loaded.cache_shape, **of_dtypes, folds_in_verify=folds_in_verify, is_exact=config.deterministic
+        loaded.cache_shape,
+        state_dtype=dtype,
+        kv_dtype=kv_dtype,
+        folds_in_verify=folds_in_verify,
+        is_exact=config.deterministic,
     )
     return replace(loaded, cache_shape=shape)
 

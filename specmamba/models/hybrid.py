@@ -169,7 +169,9 @@ def num_attention_layers(target: Target) -> int:
 def inexact_layers(target: Target) -> list[str]:
     """What a target's layers have that gives a token other bits in other company, in words."""
     assert isinstance(target, HybridTarget)
-    layers = [part for block in target.blocks for _, layer in block.layers for part in getattr(layer, "parts", (layer,))]
+    layers = [
+        part for block in target.blocks for _, layer in block.layers for part in getattr(layer, "parts", (layer,))
+    ]
     activations = {layer.activation for layer in layers if isinstance(layer, MLP | MoE)}
     return sorted({getattr(of, "__name__", str(of)) for of in activations if not is_exact_activation(of)})
 

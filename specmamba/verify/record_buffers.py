@@ -58,8 +58,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         of_inputs = layers, num_rows + 1, self.window + self.capacity, s.conv_channels
         self.conv_inputs = lazy_zeros(of_inputs, shape.dtype, device)
         self._layers = [
-            state_records.Buffers(*of_layer, shape.is_exact)
-            for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
+            state_records.Buffers(states, conv_inputs, k, u, decay, windows, shape.is_exact)
+            for states, conv_inputs, k, u, decay, windows in zip(
+                self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True
+            )
         ]
         self._all_layers = state_records.Buffers(
             pool.recurrent, self.conv_inputs, *self._records, pool.conv, shape.is_exact

@@ -1,4 +1,4 @@
-"""``--deterministic``: the same bits for a request whatever is drafted, cached, chunked or run beside it; what it refuses."""
+"""``--deterministic``: the same bits for a request whatever is drafted, cached, chunked or run beside it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.config import EngineConfig
-from specmamba.engine import deterministic
 from specmamba.errors import ConfigError, RequestError
 from specmamba.flags.command_line import parse_command_line
+from specmamba.kernels.native import library
+from specmamba.sampling_params import SpeculationParams
 from tests.decisions import decide_at_random, without_measurement
 from tests.families import FAMILIES
 from tests.noise import add_noise
@@ -61,11 +62,11 @@ def folder_of(model: str, root: Path) -> Path | None:
 
 def start(model: str, root: Path, dtype: str, flags: dict[str, Any], is_exact: bool = True) -> LLM:
     folder = folder_of(model, root)
-    given = {"speculative_adaptive": "off", **LIMITS, **flags}
+    given = {"speculative_adaptive": "off", "dtype": dtype, **LIMITS, **flags}
     if folder is not None and "speculative_algorithm" not in flags:
         given["speculative_draft_model_path"] = str(folder / "draft")
     target = None if folder is None else str(folder / "target")
-    return LLM(model=target, dtype=dtype, deterministic=is_exact, **given)
+    return LLM(model=target, deterministic=is_exact, **given)
 
 
 @cache
@@ -134,7 +135,7 @@ def test_decides_under_the_rule_that_does_not_look_at_drafts(root: Path) -> None
         start("demo", root, "float32", {}) as llm,
         pytest.raises(RequestError, match="under target"),
     ):
-        llm.generate([PROMPTS[1]], SamplingParams(temperature=1.0, speculative={"accept": "rejection"}))
+        llm.generate([PROMPTS[1]], SamplingParams(temperature=1.0, speculative=SpeculationParams(accept="rejection")))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,6 @@ def test_refuses_mamba1(tmp_path: Path) -> None:
 
 
 def test_refuses_a_process_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deterministic.library, "load", lambda _: None)
+    monkeypatch.setattr(library, "load", lambda _: None)
     with pytest.raises(ConfigError, match="needs native code"):
         LLM(deterministic=True, **LIMITS)
