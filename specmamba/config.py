@@ -141,9 +141,16 @@ class EngineConfig(ModelFlags):
 
     @model_validator(mode="after")
     def _drafting_flags_fit(self) -> Self:
-        if (problem := _quantization_problem(self) or _speculation_problem(self)) is not None:
+        problem = _quantization_problem(self) or _speculation_problem(self) or _exactness_problem(self)
+        if problem is not None:
             raise ValueError(problem)
         return self
+
+    def on_device(self, device_type: str) -> Self:
+        """As ``ModelFlags.on_device``; and exact texts are decided under the rule that never looks at drafts."""
+        config = super().on_device(device_type)
+        is_open = config.deterministic and config.speculative_accept == "auto"
+        return config.model_copy(update={"speculative_accept": "target"}) if is_open else config
 
     @property
     def drafting_flags(self) -> list[str]:
@@ -240,6 +247,23 @@ def _quantization_problem(config: EngineConfig) -> str | None:
     if config.quantization_group_size != 32 and not has_groups:
         return "--quantization-group-size: only int4 has groups; drop it, or choose --quantization int4"
     return None
+
+
+def _exactness_problem(config: EngineConfig) -> str | None:
+    """Return what has no exact form beside ``--deterministic``, likewise."""
+    if not config.deterministic:
+        return None
+    given = {
+        f"--tp-size {config.tp_size}": config.tp_size > 1,
+        "--device cuda": config.device == "cuda",
+        "--dtype float16": config.dtype == "float16",
+        f"--mamba-ssm-dtype {config.mamba_ssm_dtype}": config.mamba_ssm_dtype != "float32",
+        f"--hicache-state-dtype {config.hicache_state_dtype}": config.hicache_state_dtype != "float32",
+        "--speculative-state snapshots": config.speculative_state == "snapshots",
+        "--speculative-accept rejection": config.speculative_accept == "rejection",
+    }
+    refused = [flag for flag, is_given in given.items() if is_given]
+    return f"{', '.join(refused)}: bits would depend on it, so drop it, or --deterministic" if refused else None
 
 
 def _speculation_problem(config: EngineConfig) -> str | None:

@@ -6,6 +6,7 @@
 #include "gated_delta_rule/channel_chunk.h"
 #include "gated_delta_rule/chunk.h"
 #include "parallel.h"
+#include "state_records/exact.h"
 
 namespace specmamba::delta_net {
 
@@ -98,8 +99,13 @@ void extend_runs(const Inputs& inputs, const Weights& weights, const Runs& runs,
 
 template <typename T>
 void extend(const Inputs& inputs, const Weights& weights, const Runs& runs, int num_threads) {
-  weights.heads.decay_dim == 1 ? extend_runs<T, HeadChunk>(inputs, weights, runs, num_threads)
-                               : extend_runs<T, ChannelChunk>(inputs, weights, runs, num_threads);
+  const bool by_channel = weights.heads.decay_dim != 1;
+  if (runs.is_exact)
+    by_channel ? extend_runs<T, ExactChunk<true, true>>(inputs, weights, runs, num_threads)
+               : extend_runs<T, ExactChunk<true, false>>(inputs, weights, runs, num_threads);
+  else
+    by_channel ? extend_runs<T, ChannelChunk>(inputs, weights, runs, num_threads)
+               : extend_runs<T, HeadChunk>(inputs, weights, runs, num_threads);
 }
 
 }  // namespace specmamba::delta_net

@@ -6,6 +6,7 @@
 #include "gated_delta_rule/tree.h"
 #include "parallel.h"
 #include "replayable.h"
+#include "state_records/exact.h"
 #include "state_records/row.h"
 
 namespace {
@@ -104,8 +105,13 @@ void run_trees(const Inputs& inputs, const Weights& weights, const Buffers& buff
 
 template <typename T>
 void run(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int num_threads) {
-  weights.heads.decay_dim == 1 ? run_trees<T, HeadTree>(inputs, weights, buffers, trees, num_threads)
-                               : run_trees<T, ChannelTree>(inputs, weights, buffers, trees, num_threads);
+  const bool by_channel = weights.heads.decay_dim != 1;
+  if (buffers.is_exact)
+    by_channel ? run_trees<T, ExactTree<true, true>>(inputs, weights, buffers, trees, num_threads)
+               : run_trees<T, ExactTree<true, false>>(inputs, weights, buffers, trees, num_threads);
+  else
+    by_channel ? run_trees<T, ChannelTree>(inputs, weights, buffers, trees, num_threads)
+               : run_trees<T, HeadTree>(inputs, weights, buffers, trees, num_threads);
 }
 
 }  // namespace

@@ -6,13 +6,14 @@
 #include "causal_conv1d/run.h"
 #include "mamba2/layer.h"
 #include "ssd/chunk.h"
+#include "ssd/exact.h"
 
 namespace specmamba::mamba2 {
 
 constexpr int64_t kHeadsAtOnce = 8;  // of one run, which share what their groups need; their states stay in L2
 
-// Neighbouring heads of one run. T is the type of activations.
-template <typename T>
+// Neighbouring heads of one run. T is the type of activations, Chunk that of their recurrence.
+template <typename T, typename Chunk>
 class HeadsOfRun {
  public:
   HeadsOfRun(const Inputs& inputs, const Weights& weights, const Runs& runs, int64_t b)
@@ -64,8 +65,8 @@ class HeadsOfRun {
 
   int64_t token(int64_t i) const { return b_ * runs_.tokens + first_ + i; }
 
-  static GroupChunk& chunk() {
-    thread_local GroupChunk of_thread;
+  static Chunk& chunk() {
+    thread_local Chunk of_thread;
     return of_thread;
   }
   static std::vector<float>& x() {
@@ -79,29 +80,35 @@ class HeadsOfRun {
   const int64_t b_, S, P;
   int64_t first_, size_;  // of the chunk
   ConvolvedRun<T> convolved_;
-  GroupChunk& chunk_ = chunk();
+  Chunk& chunk_ = chunk();
   std::vector<float>& x_ = x();  // [C, P], of the current head
 };
 
-template <typename T>
-void extend(const Inputs& in, const Weights& w, const Runs& runs, int num_threads) {
+template <typename T, typename Chunk>
+void extend_runs(const Inputs& in, const Weights& w, const Runs& runs, int num_threads) {
   const int64_t heads = w.heads.value_heads, wanted = runs.batch * heads / (4 * std::max(num_threads, 1));
   const int64_t size = std::clamp<int64_t>(wanted, 1, kHeadsAtOnce), parts = (heads + size - 1) / size;
   parallel_for(runs.batch * parts, 1, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t begin = t % parts * size;
-      HeadsOfRun<T>(in, w, runs, t / parts).run(begin, std::min(begin + size, heads));
+      HeadsOfRun<T, Chunk>(in, w, runs, t / parts).run(begin, std::min(begin + size, heads));
     }
   });
   // all heads read the window before it moves
   for (int64_t b = 0; b < runs.batch; ++b) {
-    HeadsOfRun<T>::convolved_run(in, w, runs, b).move_window(runs.lengths[b]);
+    HeadsOfRun<T, Chunk>::convolved_run(in, w, runs, b).move_window(runs.lengths[b]);
     T* const out = static_cast<T*>(in.out) + b * runs.tokens * w.inner();
     std::fill(out + runs.lengths[b] * w.inner(), out + runs.tokens * w.inner(), T{});
   }
   for_norms(w, runs.batch * runs.tokens, num_threads, [&](int64_t token, int64_t part) {
     if (token % runs.tokens < runs.lengths[token / runs.tokens]) norm_part<T>(in, w, token, part);
   });
+}
+
+template <typename T>
+void extend(const Inputs& in, const Weights& w, const Runs& runs, int num_threads) {
+  runs.is_exact ? extend_runs<T, ExactGroupChunk>(in, w, runs, num_threads)
+                : extend_runs<T, GroupChunk>(in, w, runs, num_threads);
 }
 
 }  // namespace specmamba::mamba2

@@ -4,6 +4,7 @@
 #include "mamba2/layer.h"
 #include "parallel.h"
 #include "replayable.h"
+#include "ssd/exact.h"
 #include "ssd/tree.h"
 #include "state_records/row.h"
 
@@ -21,8 +22,8 @@ struct Call {
 };
 
 // Neighbouring heads, one after the other. The rows that a group shares are computed at the group's first head in the
-// run. T is the type of activations.
-template <typename T>
+// run. T is the type of activations, Tree that of the heads' recurrence.
+template <typename T, typename Tree>
 class HeadRun {
  public:
   explicit HeadRun(const Call& call)
@@ -86,8 +87,8 @@ class HeadRun {
 
   int64_t token(int64_t node) const { return first_ + node; }
 
-  static GroupTree& tree() {
-    thread_local GroupTree of_thread;
+  static Tree& tree() {
+    thread_local Tree of_thread;
     return of_thread;
   }
   static Row<T>& row() {
@@ -104,20 +105,25 @@ class HeadRun {
   const Call& call_;
   const int64_t S, P;
   int64_t first_, N;
-  GroupTree& tree_ = tree();
+  Tree& tree_ = tree();
   Row<T>& row_ = row();
   std::vector<float>& x_ = x();  // [N, P], of the current head
 };
 
-template <typename T>
-void run(const Call& call, int num_threads) {
+template <typename T, typename Tree>
+void run_trees(const Call& call, int num_threads) {
   const Inputs& in = call.in;
   const Weights& w = call.w;
   const int64_t tokens = call.trees.num_packed(), heads = call.trees.batch * w.heads.value_heads;
   parallel_for(heads, std::max<int64_t>(1, heads / (4 * std::max(num_threads, 1))), num_threads,
-               [&](int64_t first, int64_t last) { HeadRun<T>(call).run(first, last); });
+               [&](int64_t first, int64_t last) { HeadRun<T, Tree>(call).run(first, last); });
   for_norms(w, tokens, num_threads, [&](int64_t token, int64_t part) { norm_part<T>(in, w, token, part); });
   std::fill_n(static_cast<T*>(in.out) + tokens * w.inner(), (call.trees.tokens - tokens) * w.inner(), T{});
+}
+
+template <typename T>
+void run(const Call& call, int num_threads) {
+  call.buffers.is_exact ? run_trees<T, ExactGroupTree>(call, num_threads) : run_trees<T, GroupTree>(call, num_threads);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specmamba.kernels import rowwise
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe.reference import Groups, Routing
 
@@ -139,7 +140,7 @@ def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
 ) -> Routing:
     """Sigmoid; the bias only ranks."""
-    scores = logits.sigmoid()
+    scores = rowwise.sigmoid(logits)
     rank = scores + bias
     if topk_groups < num_groups:
         rank = _of_best_groups(rank, num_groups, topk_groups)

@@ -18,7 +18,9 @@ def takes_packed(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) ->
 
 
 @operator(
-    triton=lambda *given: given[1].latent_dim is None and gpu.can_launch(given[0], given[3].k_pool),
+    triton=lambda *given: (
+        given[1].latent_dim is None and not given[3].is_exact and gpu.can_launch(given[0], given[3].k_pool)
+    ),
     native=lambda *given: native_ops.can_take(given[0], given[3], given[4]),
 )
 def attend_layer(
@@ -44,7 +46,10 @@ def attend_layer(
         query where projections are packed.
 
     Raises:
+        RuntimeError: ``kv.is_exact``, and native code does not take the operands.
         ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head, or the
             scales of a token, are not contiguous in a pool (Triton form).
     """
+    if kv.is_exact and metadata.num_keys > 0:
+        raise RuntimeError("exact attention needs native code, which does not take these operands")
     return torch_ops.attend_layer(projected, config, angles, kv, metadata)

@@ -89,6 +89,7 @@ struct Scratch {
   std::vector<float> key_scales, value_scales;  // of codes; those of keys with the scale of scores
   std::vector<uint8_t> is_seen;  // by query
   std::vector<float> weights, totals;
+  std::vector<float> entries;  // weights of one row in the tree
 
   static Scratch& mine() {
     static thread_local Scratch scratch;
@@ -153,6 +154,9 @@ class Task {
         }
     count_ = static_cast<int64_t>(s_.seen.size());
     stride_ = (count_ + kLanes - 1) / kLanes * kLanes;
+    const int64_t root = visible.tree(b_).begin;
+    const int64_t before = std::lower_bound(s_.seen.begin(), s_.seen.end(), root) - s_.seen.begin();
+    alike_ = before == count_ ? count_ : before / kLanes * kLanes;
     s_.keys.resize(count_ + kTile);
     s_.values.resize(count_);
     for (int64_t j = 0; j < count_; ++j) {
@@ -200,6 +204,8 @@ class Task {
 
   // Products -> e^(score - largest score); their sum goes to s_.totals. Where nothing is seen: 0, and 1. Scales of codes
   // go to the scores, and to the weights behind their sum.
+  //
+  // The order of a sum is that of the keys that its row sees, as if the row were alone: those of a tree move together.
   void softmax(int64_t r) {
     float* weights = &s_.weights[r * stride_];
     const uint8_t* is_seen = &s_.is_seen[(query(r) - query(0)) * stride_];
@@ -222,13 +228,29 @@ class Task {
       return;
     }
     const Vector shift = broadcast(largest(most));
-    for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
+    const auto soften = [&](int64_t j, auto lanes) __attribute__((always_inline)) {
       const Vector weight = exp(load(weights + j, lanes) - shift);
       Vector of_value = weight;
       if constexpr (kIsCoded) of_value = weight * load(&s_.value_scales[j], lanes);
       store(weights + j, of_value, lanes);
-      total = chosen(lanes, total + weight, total);
+      return weight;
+    };
+    for_vectors(alike_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
+      total = chosen(lanes, total + soften(j, lanes), total);
     });
+    if (alike_ < count_) {
+      s_.entries.resize(count_ - alike_);
+      float* entries = s_.entries.data();
+      for_vectors(count_ - alike_, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+        store(entries + i, soften(alike_ + i, lanes), lanes);
+      });
+      int64_t num_seen = 0;
+      for (int64_t i = 0; i < count_ - alike_; ++i)
+        if (is_seen[alike_ + i]) entries[num_seen++] = entries[i];
+      for_vectors(num_seen, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+        total = chosen(lanes, total + load(entries + i, lanes), total);
+      });
+    }
     s_.totals[r] = sum(total);
   }
 
@@ -282,6 +304,7 @@ class Task {
   const Attend& p_;
   const int64_t b_, head_, first_, rows_, group_;
   int64_t count_, stride_;  // keys that are seen; from row to row of weights
+  int64_t alike_;           // so many of them, whole vectors, come before the tree
   const Q* q_[kTaskRows + kTileRows];
   Scratch<Stored>& s_;
 };

@@ -30,7 +30,8 @@ struct Layer {
   const int64_t *firsts, *counts;  // [B], the row's first token and its tokens in packed projections; or null
   float *k_scales, *v_scales;      // of codes, or null
   int64_t batch, queries, rotated, k_row, v_row, tokens, k_scales_row, v_scales_row;
-  int64_t codes;  // what the pools hold: numbers like the projections', int8 or FP8
+  int64_t codes;     // what the pools hold: numbers like the projections', int8 or FP8
+  int64_t is_exact;  // sums have the order of `attend` for any number of queries
 
   Scales scales() const { return {k_scales, v_scales, k_scales_row, v_scales_row}; }
 };
@@ -107,7 +108,7 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
   const Attend a{read, p.k, p.v, gate, p.out, p.visible, p.firsts, p.counts,
                  p.batch, p.queries, config.query_heads, config.key_heads, width, config.value_width, p.k_row, p.v_row, size,
                  config.scale, p.scales()};
-  if (p.queries > kManyQueries && p.visible.roots == nullptr)
+  if (p.queries > kManyQueries && p.visible.roots == nullptr && !p.is_exact)
     attend_run<T, Stored>(a, num_threads);
   else
     attend<T, Stored>(a, num_threads);

@@ -28,7 +28,18 @@ _VisibleKeys = struct("VisibleKeys", _VISIBLE, _VISIBLE_SIZES)
 _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
 _OF_CODES = ["k_scales", "v_scales"]
 _PARTS: list[str | tuple[str, type[Any]]] = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts", *_OF_CODES]
-_SIZES = ["batch", "queries", "rotated", "k_row", "v_row", "tokens", "k_scales_row", "v_scales_row", "codes"]
+_SIZES = [
+    "batch",
+    "queries",
+    "rotated",
+    "k_row",
+    "v_row",
+    "tokens",
+    "k_scales_row",
+    "v_scales_row",
+    "codes",
+    "is_exact",
+]
 _Layer = struct("Layer", _PARTS, _SIZES)
 _PLAIN = (None, None), (0, 0, 0)  # pointers and sizes of pools that hold the numbers themselves
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as native code names the types of codes
@@ -98,6 +109,7 @@ def attend_layer(
         *scales,
         *(batch, queries, rotated, kv.k_pool.stride(0), kv.v_pool.stride(0), projected.shape[0] * projected.shape[1]),
         *sizes_of_codes,
+        kv.is_exact,
     )
     native.paged_attend_layer(marshalled_config, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out

@@ -24,6 +24,7 @@ class LayerKV(NamedTuple):
     write_slots: Tensor  # [B * N] int64. Slots are trusted; tokens may share one that is never read (padding)
     k_scales: Tensor | None = None  # [slots, Hkv] float32, of codes; None: pools hold the numbers themselves
     v_scales: Tensor | None = None  # [slots, Hkv] float32, where k_scales are
+    is_exact: bool = False  # a query's result has the same bits whatever other queries there are: native code alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.rowwise import native_ops, torch_ops
 
-__all__ = ["delta_inputs", "gated_rms_norm", "rms_norm", "rotary_angles", "rotate", "silu_mul"]
+__all__ = ["delta_inputs", "gated_rms_norm", "rms_norm", "rotary_angles", "rotate", "sigmoid", "silu_mul"]
 
 
 @operator(
@@ -68,6 +68,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         ValueError: the last dimension is odd (native form).
     """
     return torch_ops.silu_mul(gate_up)
+
+
+@operator(native=native_ops.can_take)
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), computed in float32 and rounded once.
+
+    Args:
+        x: [...].
+
+    Returns:
+        x's shape and dtype.
+    """
+    return torch_ops.sigmoid(x)
 
 
 @operator(

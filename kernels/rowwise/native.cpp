@@ -60,6 +60,16 @@ void run_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, int num
   });
 }
 
+// Numbers in parts of a vector's multiple: each has the same bits wherever it stands.
+template <typename T>
+void run_sigmoid(const T* x, T* y, int64_t count, int num_threads) {
+  constexpr int64_t kPart = 1024;
+  for_tokens((count + kPart - 1) / kPart, kPart, num_threads, [&](int64_t part) {
+    const int64_t at = part * kPart;
+    for_vectors(std::min(kPart, count - at), [&](int64_t i, auto lanes) { store(y + at + i, sigmoid(load(x + at + i, lanes)), lanes); });
+  });
+}
+
 template <typename T>
 void run_rotate(const T* x, const T* cos, const T* sin, T* y, int64_t tokens, int64_t heads, int64_t width,
                 int64_t rotated, int num_threads) {
@@ -148,6 +158,12 @@ void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, const int64_
       : run_silu_mul(static_cast<const float*>(gate_up), static_cast<float*>(y), tokens, width, num_threads);
 }
 
+// x [count] -> y [count].
+void rowwise_sigmoid(const void* x, void* y, int64_t count, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_sigmoid(static_cast<const BFloat16*>(x), static_cast<BFloat16*>(y), count, num_threads)
+              : run_sigmoid(static_cast<const float*>(x), static_cast<float*>(y), count, num_threads);
+}
+
 // positions [tokens], frequencies [size], of which the second half repeats the first -> cos, sin [tokens, size].
 void rowwise_rotary_angles(const int64_t* positions, const float* frequencies, void* cos, void* sin, int64_t tokens,
                            int64_t size, double scaling, int is_bfloat16, int num_threads) {
@@ -178,6 +194,7 @@ void rowwise_delta_inputs(const DeltaInputs* p, int is_bfloat16, int num_threads
 SPECMAMBA_REPLAYABLE(rowwise_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_gated_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_silu_mul)
+SPECMAMBA_REPLAYABLE(rowwise_sigmoid)
 SPECMAMBA_REPLAYABLE(rowwise_rotary_angles)
 SPECMAMBA_REPLAYABLE(rowwise_rotate)
 SPECMAMBA_REPLAYABLE(rowwise_delta_inputs)

@@ -97,6 +97,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return y
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """One call."""
+    x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    is_bfloat16 = x.dtype is torch.bfloat16
+    library.required(code()).rowwise_sigmoid(
+        x.data_ptr(), y.data_ptr(), x.numel(), is_bfloat16, torch.get_num_threads()
+    )
+    return y
+
+
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -168,6 +179,7 @@ def code() -> ctypes.CDLL | None:
         "rms_norm": [POINTER(_Norm)],
         "gated_rms_norm": [POINTER(_Norm)],
         "silu_mul": [c_void_p, c_void_p, c_int64, c_void_p, c_int64],
+        "sigmoid": [c_void_p, c_void_p, c_int64],
         "rotary_angles": [*[c_void_p] * 4, c_int64, c_int64, c_double],
         "rotate": [*[c_void_p] * 4, *[c_int64] * 4],
         "delta_inputs": [POINTER(_DeltaInputs)],

@@ -28,6 +28,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (_silu(gate) * up).to(gate_up.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """[...] -> 1 / (1 + e^-x) of each number."""
+    return (1 / (1 + (-_widened(x)).exp())).to(x.dtype)
+
+
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """PyTorch's, which computes in float32."""
+    return x.sigmoid()
+
+
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -241,7 +241,7 @@ def allow_tokens(logits: Tensor, bits: Tensor) -> Tensor:
     return torch_ops.allow_tokens(logits, bits)
 
 
-@operator()
+@operator(native=lambda logits, *_: native_ops.can_take(logits))
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log probabilities of given tokens, and the likeliest tokens.
 
@@ -252,7 +252,10 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
 
     Returns:
         Log probabilities of the tokens [...] float32; those of the likeliest [..., num_top] float32, descending, and
-        their ids [..., num_top] int64.
+        their ids [..., num_top] int64; of equal ones the lower id first (native form).
+
+    Raises:
+        ValueError: logits and tokens do not fit, or there are fewer logits than ``num_top`` (native form).
     """
     return torch_ops.token_logprobs(logits, tokens, num_top)
 

@@ -1,5 +1,8 @@
 // Random numbers, argmax and inverse-CDF sampling; see README.md and reference.py.
+#include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "parallel.h"
 #include "replayable.h"
@@ -86,6 +89,32 @@ void likeliest(const T* x, int64_t size, int64_t k, int64_t* tokens, float* logp
   for (int64_t i = 0; i < k; ++i) logprobs[i] = logprobs[i] - largest - log_total;
 }
 
+// The logarithms of the shares of sum e^x that a given token has, and the k largest, equal ones by their place. NaN counts as
+// -inf; where sums are not finite neither are results.
+template <typename T>
+void token_logprobs(const T* x, int64_t size, int64_t token, int64_t k, float* own, float* top, int64_t* top_tokens) {
+  thread_local std::vector<int64_t> order;
+  const float peak = largest_of(x, size);
+  double mass = 0;
+  float weights[kBlock];
+  for (int64_t begin = 0; begin < size; begin += kBlock)
+    mass += weigh(x + begin, std::min(kBlock, size - begin), peak, 1.0f, weights);
+  const double total = peak + std::log(mass);
+  const auto value = [x](int64_t i) {
+    const float v = to_float(x[i]);
+    return v == v ? v : -kInfinity;
+  };
+  *own = static_cast<float>(to_float(x[token]) - total);
+  if (k == 0) return;
+  order.resize(size);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int64_t i, int64_t j) {
+    return value(i) > value(j) || (value(i) == value(j) && i < j);
+  });
+  for (int64_t i = 0; i < k; ++i)
+    top_tokens[i] = order[i], top[i] = static_cast<float>(to_float(x[order[i]]) - total);
+}
+
 // Settings that are null keep all.
 Filters filters_of(const int64_t* top_k, const float* top_p, const float* min_p, int64_t request) {
   return {top_k ? top_k[request] : 0, top_p ? top_p[request] : 1, min_p ? min_p[request] : 0};
@@ -137,6 +166,17 @@ void sampling_likeliest(const void* logits, int64_t* tokens, float* logprobs, in
   for_rows(rows, size, num_threads, [&](int64_t r) {
     is_bfloat16 ? likeliest(static_cast<const BFloat16*>(logits) + r * size, size, k, tokens + r * k, logprobs + r * k)
                 : likeliest(static_cast<const float*>(logits) + r * size, size, k, tokens + r * k, logprobs + r * k);
+  });
+}
+
+// logits [rows, size], tokens [rows] -> own [rows], top and top_tokens [rows, k].
+void sampling_token_logprobs(const void* logits, const int64_t* tokens, float* own, float* top, int64_t* top_tokens,
+                             int64_t rows, int64_t size, int64_t k, int is_bfloat16, int num_threads) {
+  for_rows(rows, size, num_threads, [&](int64_t r) {
+    const auto run = [&](const auto* x) {
+      token_logprobs(x + r * size, size, std::clamp<int64_t>(tokens[r], 0, size - 1), k, own + r, top + r * k, top_tokens + r * k);
+    };
+    is_bfloat16 ? run(static_cast<const BFloat16*>(logits)) : run(static_cast<const float*>(logits));
   });
 }
 
@@ -229,6 +269,7 @@ SPECMAMBA_REPLAYABLE(sampling_uniform)
 SPECMAMBA_REPLAYABLE(sampling_argmax)
 SPECMAMBA_REPLAYABLE(sampling_has_finite_max)
 SPECMAMBA_REPLAYABLE(sampling_likeliest)
+SPECMAMBA_REPLAYABLE(sampling_token_logprobs)
 SPECMAMBA_REPLAYABLE(sampling_sample)
 SPECMAMBA_REPLAYABLE(sampling_probabilities)
 SPECMAMBA_REPLAYABLE(sampling_penalize)

@@ -71,6 +71,20 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return tokens, logprobs
 
 
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One call: a row by itself, and of equal logits the lower id first."""
+    logits, tokens, size = logits.contiguous(), tokens.contiguous(), logits.shape[-1]
+    fits = tokens.shape == logits.shape[:-1] and tokens.dtype is torch.int64 and tokens.is_cpu
+    require(fits and 0 <= num_top <= size and size > 0, "logits and tokens do not fit")
+    own, top = torch.empty(tokens.shape), torch.empty(*tokens.shape, num_top)
+    top_tokens = torch.empty(top.shape, dtype=torch.int64)
+    library.required(code()).sampling_token_logprobs(
+        *_pointers(logits, tokens, own, top, top_tokens),
+        *(tokens.numel(), size, num_top, logits.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return own, top, top_tokens
+
+
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
@@ -205,6 +219,7 @@ def code() -> ctypes.CDLL | None:
         "sampling_argmax": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
         "sampling_has_finite_max": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
         "sampling_likeliest": [*[c_void_p] * 3, *[c_int64] * 3, c_int, c_int],
+        "sampling_token_logprobs": [*[c_void_p] * 5, *[c_int64] * 3, c_int, c_int],
         "sampling_sample": [*[c_void_p] * 7, *[c_int64] * 3, c_int, c_int],
         "sampling_probabilities": [*[c_void_p] * 6, *[c_int64] * 3, c_int, c_int],
         "sampling_penalize": [*[c_void_p] * 9, *[c_int64] * 3, c_int, c_int],

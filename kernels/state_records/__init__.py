@@ -17,6 +17,7 @@ from specmamba.kernels.state_records.operands import (
     TreePlacement,
     Trees,
     as_stored,
+    refuse_exact,
 )
 
 __all__ = [
@@ -36,12 +37,20 @@ __all__ = [
 ]
 
 
-def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, out: Tensor | None) -> bool:
+def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, out: Tensor | None, __: bool) -> bool:
     return native_ops.can_take(state, k, u, decay, *(() if out is None else (out,)))
 
 
-@operator(triton=lambda *args: args[3].dim() == 3 and gpu.can_launch(*args), native=_is_native)
-def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
+@operator(triton=lambda *args: args[3].dim() == 3 and not args[6] and gpu.can_launch(*args[:6]), native=_is_native)
+def fold(
+    state: Tensor,
+    k: Tensor,
+    u: Tensor,
+    decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+    is_exact: bool = False,
+) -> Tensor:
     """Advance checkpoints over their pending records by one rank-m update each, m records at once.
 
     The state is S_m = e^(G_m) S_0 + sum over j <= m of e^(G_m - G_j) k_j u_j^T; see README.md.
@@ -53,13 +62,16 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         num_pending: [B] int64; rows with 0 keep their state.
         out: [B, Hv, K, V], takes the new states; it is ``state`` or does not overlap it. What float16 cannot hold
             becomes its largest finite number. None: a new tensor of the state's dtype.
+        is_exact: one record after the other, in the arithmetic of exact verifies and extends; native code alone has it.
 
     Returns:
         New states [B, Hv, K, V].
 
     Raises:
         ValueError: operands differ in shape, or num_pending is not int64 (native form).
+        RuntimeError: it is to be exact, and native code does not take the operands.
     """
+    refuse_exact(is_exact and state.numel() > 0)
     return torch_ops.fold(state, k, u, decay, num_pending, out)
 
 
@@ -77,5 +89,7 @@ def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor
 
     Raises:
         ValueError: buffers or places do not fit each other (native form).
+        RuntimeError: they are exact, and native code does not take them.
     """
+    refuse_exact(buffers.is_exact)
     torch_ops.fold_rows(buffers, rows, slots, num_pending, folds)

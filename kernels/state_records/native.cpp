@@ -6,6 +6,7 @@
 
 #include "parallel.h"
 #include "replayable.h"
+#include "state_records/exact.h"
 #include "state_records/state.h"
 
 namespace {
@@ -20,6 +21,7 @@ struct Fold {
   float* folded;                                               // [B, Hv, K, V]
   int64_t batch, key_heads, value_heads, key_dim, value_dim, decay_dim;  // D: 1, or K: by key channel
   int64_t state_batch, k_batch, u_batch, decay_batch, folded_batch;  // from one batch entry to the next
+  int64_t is_exact;  // one record after the other: exact.h
 };
 
 // One head's records in contiguous memory; keys are multiplied by the decay from their record to the last one.
@@ -93,8 +95,26 @@ void fold_tile(const FoldedRecords& records, const float* state, float* folded, 
     for (int c = 0; c < Vectors; ++c) store(folded + (i + r) * V + column + c * kLanes, sums[r][c], lanes);
 }
 
+// As fold, one record after the other.
+void fold_exactly(const Fold& p, int64_t b, int64_t h) {
+  thread_local std::vector<float> factors;
+  const int64_t K = p.key_dim, V = p.value_dim, D = p.decay_dim, count = p.num_pending[b];
+  const int64_t key_head = h / (p.value_heads / p.key_heads);
+  const float* state = p.state + b * p.state_batch + h * K * V;
+  float* folded = p.folded + b * p.folded_batch + h * K * V;
+  const float* decay = p.records_decay + b * p.decay_batch + h * D;
+  factors.resize(count * D);
+  for (int64_t j = 0; j < count; ++j) put_factors(decay + j * p.value_heads * D, D, &factors[j * D]);
+  const ExactRecords records{p.records_k + b * p.k_batch + key_head * K, p.records_u + b * p.u_batch + h * V,
+                             factors.data(), count, p.key_heads * K, p.value_heads * V, D, D == 1 ? 0 : 1};
+  for_columns<kExactVectors>(V, [&](int64_t column, auto vectors, auto lanes) {
+    add_records<decltype(vectors)::value>(records, state + column, V, folded + column, V, K, column, lanes);
+  });
+}
+
 // One value head of one batch entry, some rows of S at a time. The order of the sums is the same for every shape.
 void fold(const Fold& p, int64_t b, int64_t h) {
+  if (p.is_exact) return fold_exactly(p, b, h);
   thread_local FoldedRecords records;
   constexpr int kRows = 2, kWidest = kRegisters / 4, kLineFloats = 16;
   const int64_t K = p.key_dim, V = p.value_dim;
@@ -126,6 +146,7 @@ struct RowFolds {
   const bool* folds;                              // [B], or null: all rows fold
   int64_t batch, layers, slots, rows, capacity, window, input_bytes;  // input_bytes: of one entry of conv_inputs
   int64_t key_heads, value_heads, key_dim, value_dim, decay_dim;
+  int64_t is_exact;  // as in Fold
 
   bool is_folded(int64_t b) const { return (folds == nullptr || folds[b]) && num_pending[b] > 0; }
 
@@ -140,7 +161,7 @@ struct RowFolds {
             num_pending + b,
             state,
             1, key_heads, value_heads, key_dim, value_dim, decay_dim,
-            0, 0, 0, 0, 0};
+            0, 0, 0, 0, 0, is_exact};
   }
 
   // The newest inputs become the window of the checkpoint, in its slot and in front of the row's records.

@@ -24,7 +24,7 @@ _Fold = struct(
     ["state", "records_k", "records_u", "records_decay", "num_pending", "folded"],
     [
         *("batch", "key_heads", "value_heads", "key_dim", "value_dim", "decay_dim"),
-        *("state_batch", "k_batch", "u_batch", "decay_batch", "folded_batch"),
+        *("state_batch", "k_batch", "u_batch", "decay_batch", "folded_batch", "is_exact"),
     ],
 )
 
@@ -36,7 +36,7 @@ _RowFolds = struct(
     ],
     [
         *("batch", "layers", "slots", "rows", "capacity", "window", "input_bytes"),
-        *("key_heads", "value_heads", "key_dim", "value_dim", "decay_dim"),
+        *("key_heads", "value_heads", "key_dim", "value_dim", "decay_dim", "is_exact"),
     ],
 )
 
@@ -54,7 +54,15 @@ def can_take(state: Tensor, *written: Tensor) -> bool:
     )
 
 
-def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
+def fold(
+    state: Tensor,
+    k: Tensor,
+    u: Tensor,
+    decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+    is_exact: bool = False,
+) -> Tensor:
     """One call for all rows and heads."""
     native = library.required(code())
     batch, value_heads, key_dim, value_dim = state.shape
@@ -67,6 +75,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         *(x.data_ptr() for x in (state, k, u, decay, num_pending, out)),
         *(*sizes, 1 if decay.dim() == 3 else key_dim),
         *(x.stride(0) for x in (state, k, u, decay, out)),
+        is_exact,
     )
     native.fold_records(arguments, torch.get_num_threads())
     return out
@@ -117,7 +126,7 @@ def _sizes(x: Buffers) -> tuple[int, ...]:
     input_bytes = channels * x.conv_inputs.element_size()
     decay_dim = 1 if x.decay.dim() == 4 else key_dim
     of_heads = key_heads, value_heads, key_dim, value_dim, decay_dim
-    return layers, num_slots, num_rows, capacity, window, input_bytes, *of_heads
+    return layers, num_slots, num_rows, capacity, window, input_bytes, *of_heads, x.is_exact
 
 
 def _are_decays(decay: Tensor, of_heads: tuple[int, ...], key_dim: int) -> bool:
@@ -150,7 +159,7 @@ def code() -> ctypes.CDLL | None:
 BuffersStruct = struct(
     "Buffers",
     ["states", "conv_inputs", "k", "u", "decay"],
-    ["states_slot", "conv_inputs_row", "k_row", "u_row", "decay_row"],
+    ["states_slot", "conv_inputs_row", "k_row", "u_row", "decay_row", "is_exact"],
 )
 TreesStruct = struct(
     "Trees",
@@ -160,7 +169,7 @@ TreesStruct = struct(
 RunsStruct = struct(
     "Runs",
     ["states", "windows", "states_of_rows", "windows_of_rows", "lengths"],
-    ["batch", "tokens", "states_slot", "windows_slot"],
+    ["batch", "tokens", "states_slot", "windows_slot", "is_exact"],
 )
 
 
@@ -195,7 +204,7 @@ def marshal_buffers(x: Buffers) -> Any:
     is_float = all(y.dtype is torch.float32 for y in (x.states, x.k, x.u, x.decay))
     if not is_float or not all(y.is_cpu and is_contiguous_from(y, 1) for y in tensors):
         return None
-    return BuffersStruct(*(y.data_ptr() for y in tensors), *(y.stride(0) for y in tensors))
+    return BuffersStruct(*(y.data_ptr() for y in tensors), *(y.stride(0) for y in tensors), x.is_exact)
 
 
 def marshal_trees(x: Trees) -> Any:
@@ -281,6 +290,6 @@ def extend_states(
     states = pool if is_in_place else state.slots.take(pool).to(torch.float32, copy=True).contiguous()
     states_of_rows = rows if is_in_place else torch.arange(batch)
     pointers = (x.data_ptr() for x in (states, windows, states_of_rows, rows, lengths))
-    run(RunsStruct(*pointers, batch, tokens, states.stride(0), windows.stride(0)))
+    run(RunsStruct(*pointers, batch, tokens, states.stride(0), windows.stride(0), state.is_exact))
     if not is_in_place:
         state.slots.put(pool, as_stored(states, pool.dtype))

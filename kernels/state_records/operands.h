@@ -20,6 +20,7 @@ struct Buffers {
   void* conv_inputs;     // [rows, W - 1 + R, C], float32 or bfloat16 as activations are
   float *k, *u, *decay;  // [rows, R, Hk, K] [rows, R, Hv, V] [rows, R, Hv, D]
   int64_t states_slot, conv_inputs_row, k_row, u_row, decay_row;
+  int64_t is_exact;  // all that reads or writes them has one fixed arithmetic: exact.h
 };
 
 struct Trees {
@@ -49,6 +50,7 @@ struct Runs {
   const int64_t *windows_of_rows;  // [B], slots of windows
   const int64_t* lengths;          // [B], at most `tokens`
   int64_t batch, tokens, states_slot, windows_slot;
+  int64_t is_exact;  // as in Buffers
 };
 
 }  // namespace specmamba

@@ -77,6 +77,7 @@ class Buffers:
     u: Tensor  # [rows, R, Hv, V] float32
     decay: Tensor  # [rows, R, Hv] or [rows, R, Hv, K] float32, log decay of the record's own step, by key channel
     windows: Tensor | None = None  # [slots, W - 1, C], the checkpoints' last inputs; only folds write it
+    is_exact: bool = False  # verifies and folds have one fixed arithmetic (README.md), which native code alone has
 
 
 Records = tuple[Tensor, Tensor, Tensor]  # of a batch: k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv], as in Buffers
@@ -132,10 +133,12 @@ class ExtendOperands:
     windows: Tensor  # [slots, W - 1, C]
     slots: RowSet
     lengths: Tensor  # [B] int64; tokens from lengths[b] on are padding
+    is_exact: bool = False  # as in ``Buffers``
 
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
         """Read the states, advance them over the tokens and write them back."""
         out: Tensor
+        refuse_exact(self.is_exact)
         out, after = forms.extend(*tokens, self.slots.take(self.states).float(), self.lengths)
         self.slots.put(self.states, as_stored(after, self.states.dtype))
         return out
@@ -164,6 +167,7 @@ class RecordOperands:
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
         """Read every checkpoint once for all nodes, and write a record (key, update, log decay) of each."""
         out: Tensor
+        refuse_exact(self.buffers.is_exact)
         buffers, trees, rows = self.buffers, self.trees, self.rows
         checkpoints = self.slots.take(buffers.states).float()
         k, u, decay = rows.take(buffers.k), rows.take(buffers.u), rows.take(buffers.decay)
@@ -213,6 +217,14 @@ class SnapshotOperands:
 
 
 StateOperands = ExtendOperands | RecordOperands | SnapshotOperands
+
+
+def refuse_exact(is_exact: bool) -> None:
+    """Raise RuntimeError where states need the fixed arithmetic: this form has another one."""
+    if is_exact:
+        raise RuntimeError(
+            "exact states need native code for every operator, and these operands are none that it takes"
+        )
 
 
 def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:

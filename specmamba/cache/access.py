@@ -31,7 +31,8 @@ class ExtendState:
 
     def operands(self, layer: int) -> ExtendOperands:
         """Return the states of one layer."""
-        return ExtendOperands(self.pool.recurrent[layer], self.pool.conv[layer], self.slots, self.lengths)
+        pool = self.pool
+        return ExtendOperands(pool.recurrent[layer], pool.conv[layer], self.slots, self.lengths, pool.is_exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class PagedKV:
         """
         pool = self.pool
         of_codes = pool.k_scales[layer], pool.v_scales[layer]
-        kv = paged_attention.LayerKV(pool.k[layer], pool.v[layer], self.write_slots, *of_codes)
+        kv = paged_attention.LayerKV(pool.k[layer], pool.v[layer], self.write_slots, *of_codes, pool.is_exact)
         angles = None if cos is None or sin is None else (cos, sin)
         if packing is None or paged_attention.takes_packed(projected, kv, self.keys):
             return paged_attention.attend_layer(projected, form, angles, kv, self.keys)

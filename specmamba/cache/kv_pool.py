@@ -130,7 +130,7 @@ class KVPool:
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
-        self.page_size = page_size
+        self.page_size, self.is_exact = page_size, shape.is_exact
         self.allocator = PageAllocator(num_pages)
         num_slots = (num_pages + 1) * page_size
         sizes = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for group in shape.kv]

@@ -113,6 +113,7 @@ class CacheShape:
     draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
     kv_dtype: torch.dtype | None = None  # of codes for keys and values, with scales; None: they are stored in ``dtype``
     folds_in_verify: bool = False  # kernels fold full rows while they read states; else folds run before
+    is_exact: bool = False  # bits of a text do not depend on how its tokens are run (--deterministic)
     # A of all Mamba1 layers, [layers, K, V] float32: weights, which folds need
     rates: torch.Tensor | None = field(default=None, compare=False, repr=False)
 

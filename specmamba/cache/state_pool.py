@@ -42,7 +42,7 @@ class StatePool:
     def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
         s = shape.state
         layers = shape.num_state_layers
-        self.num_slots = num_slots
+        self.num_slots, self.is_exact = num_slots, shape.is_exact
         size = layers, num_slots + 1
         self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype, device)
         self.conv = lazy_zeros((*size, s.conv_width - 1, s.conv_channels), shape.dtype, device)

@@ -17,9 +17,11 @@ import torch
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, read_architecture, resolve_checkpoint
 from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.engine.deterministic import require_exact
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.native.levels import chosen_level
 from specmamba.models.base import LoadedModel, LoadOptions, Models
 from specmamba.models.draft_heads import is_draft_head, load_draft_head
 from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
@@ -212,7 +214,15 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     kv_dtype = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[config.kv_cache_dtype]
     state = loaded.cache_shape.state  # kernels that fold know decays by head alone
     folds_in_verify = gpu.folds_in_verify(device) and not (state.decays_by_channel or state.is_selective)
-    shape = replace(loaded.cache_shape, state_dtype=dtype, kv_dtype=kv_dtype, folds_in_verify=folds_in_verify)
+    if config.deterministic:
+        require_exact(loaded, device)
+    shape = replace(
+        loaded.cache_shape,
+        state_dtype=dtype,
+        kv_dtype=kv_dtype,
+        folds_in_verify=folds_in_verify,
+        is_exact=config.deterministic,
+    )
     return replace(loaded, cache_shape=shape)
 
 
@@ -323,6 +333,8 @@ def identity_of(config: EngineConfig, folder: Path, models: Models, drafts: Draf
         "weights": digest_of_checkpoint(folder, WEIGHT_SAMPLES),
         "quantization": f"{config.quantization} {config.quantization_group_size}",
     }
+    if config.deterministic:
+        own["arithmetic"] = f"exact, {chosen_level().name}"
     if drafts.algorithm in WEIGHTLESS:
         return own
     path = config.speculative_draft_model_path

@@ -94,6 +94,13 @@ class ModelFlags(CommandLine):
             ge=1, le=64, description="processes that share the model, each with a part of every layer (docs/scaling.md)"
         ),
     ] = 1
+    deterministic: Annotated[
+        bool,
+        Field(
+            description="the same bits for a request whatever is drafted, cached, chunked or run beside it "
+            "(docs/exactness.md); CPU with native code"
+        ),
+    ] = False
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the requests that bring no seed of their own")] = 0
 
     context_length: Annotated[

@@ -52,6 +52,7 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "enforce_eager": Renamed("disable_cuda_graph", is_switch=True),
     "mamba_ssm_cache_dtype": Renamed("mamba_ssm_dtype", unset=("auto",)),
     "random_seed": Renamed("seed"),
+    "enable_deterministic_inference": Renamed("deterministic", is_switch=True),
     "tensor_parallel_size": Renamed("tp_size"),
     "tp": Renamed("tp_size"),
     "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),

@@ -49,16 +49,21 @@ class MLP:
 
     def __init__(self, up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
         """up: H -> I; down: I -> H."""
-        self._up, self._down, self._activation = up, down, activation
+        self._up, self._down, self.activation = up, down, activation
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Apply the layer to [..., H]; the context is not used."""
-        return self._down(self._activation(self._up(x)))
+        return self._down(self.activation(self._up(x)))
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
+
+
+def is_exact_activation(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a number's result has the same bits wherever it stands: PyTorch's e^x at ends of its vectors has not."""
+    return activation in (squared_relu, F.relu, rowwise.silu_mul)
 
 
 class SoftmaxRouter:
@@ -155,13 +160,13 @@ class Experts:
         if self.device.type == "cpu":
             library.preload()
         self._up, self._down = (moe.packed(weight, form, dtype, layout) for weight in (up, down))
-        self._activation = activation
+        self.activation = activation
         self.nbytes = self._up.nbytes + self._down.nbytes  # of the tensors that are kept
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """Sum the weighted outputs of each token's experts: [T, H] -> [T, H]."""
         pairs, groups = moe.dispatch(x, routing.experts, self.num_experts)
-        inner = self._activation(self._up(pairs, groups))
+        inner = self.activation(self._up(pairs, groups))
         return self._ranks.all_reduce(moe.combine(self._down(inner, groups), groups, routing.weights))
 
 
@@ -190,6 +195,11 @@ class MoE:
         self.load: Tensor | None = None  # [E] int64, tokens that each expert got; None: not counted
 
     @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        """Of the experts."""
+        return self._experts.activation
+
+    @property
     def expert_bytes_per_token(self) -> int:
         """Of the experts' matrices that one token is multiplied by."""
         return self._experts.nbytes * self._router.k // self._experts.num_experts
@@ -213,7 +223,11 @@ class MoE:
         if self._shared is None:
             return y
         shared = self._shared(x, context)
-        return y + shared if self._shared_gate is None else torch.addcmul(y, self._shared_gate(x).sigmoid(), shared)
+        if self._shared_gate is None:
+            return y + shared
+        gate = rowwise.sigmoid(self._shared_gate(x))
+        # on a CPU in two operations that each round once, as in ``Block.add``
+        return y + gate * shared if x.is_cpu else torch.addcmul(y, gate, shared)
 
     def start_counting(self) -> Tensor:
         """Count tokens per expert from now on; gives ``load``, which is updated by every forward."""

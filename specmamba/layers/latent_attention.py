@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.kernels import moe
+from specmamba.kernels import moe, rowwise
 from specmamba.kernels.moe import PackedExperts
 from specmamba.kernels.paged_attention import AttentionConfig
 from specmamba.layers.attention import Attention
@@ -109,5 +109,5 @@ class LatentAttention(Attention):
         attended = self.attend(torch.cat([rows, shared, self._norm(latent)], -1), context)
         values = self._from_latent(attended.unflatten(-1, (heads.num_heads, -1)))
         if self._num_gates:
-            values = values * gates.float().sigmoid().to(values.dtype)[..., None]
+            values = values * rowwise.sigmoid(gates)[..., None]
         return self._out(values.flatten(-2))

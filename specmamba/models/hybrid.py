@@ -12,7 +12,7 @@ from torch import Tensor
 from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
-from specmamba.layers.feed_forward import MoE
+from specmamba.layers.feed_forward import MLP, MoE, is_exact_activation
 from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import Target, TargetOutput
 
@@ -34,7 +34,11 @@ class Block:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add a layer's output y to the residual stream x, both [B, L, H]."""
-        return x + y if self.residual_scale == 1.0 else torch.add(x, y, alpha=self.residual_scale)
+        if self.residual_scale == 1.0:
+            return x + y
+        if x.is_cpu:  # each rounds once everywhere; PyTorch's one operation rounds otherwise at the ends of its vectors
+            return x + y * self.residual_scale
+        return torch.add(x, y, alpha=self.residual_scale)
 
 
 class HybridTarget:
@@ -160,6 +164,16 @@ def num_attention_layers(target: Target) -> int:
     assert isinstance(target, HybridTarget)
     layers = [layer for block in target.blocks for _, layer in block.layers]
     return sum(isinstance(part, Attention) for layer in layers for part in getattr(layer, "parts", (layer,)))
+
+
+def inexact_layers(target: Target) -> list[str]:
+    """What a target's layers have that gives a token other bits in other company, in words."""
+    assert isinstance(target, HybridTarget)
+    layers = [
+        part for block in target.blocks for _, layer in block.layers for part in getattr(layer, "parts", (layer,))
+    ]
+    activations = {layer.activation for layer in layers if isinstance(layer, MLP | MoE)}
+    return sorted({getattr(of, "__name__", str(of)) for of in activations if not is_exact_activation(of)})
 
 
 @contextmanager

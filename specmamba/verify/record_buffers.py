@@ -58,10 +58,14 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         of_inputs = layers, num_rows + 1, self.window + self.capacity, s.conv_channels
         self.conv_inputs = lazy_zeros(of_inputs, shape.dtype, device)
         self._layers = [
-            state_records.Buffers(*of_layer)
-            for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
+            state_records.Buffers(states, conv_inputs, k, u, decay, windows, shape.is_exact)
+            for states, conv_inputs, k, u, decay, windows in zip(
+                self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True
+            )
         ]
-        self._all_layers = state_records.Buffers(pool.recurrent, self.conv_inputs, *self._records, pool.conv)
+        self._all_layers = state_records.Buffers(
+            pool.recurrent, self.conv_inputs, *self._records, pool.conv, shape.is_exact
+        )
         self._rates = shape.rates
         self._folds_rows = not s.is_selective and state_records.can_fold_rows(self._all_layers)
         self.folds_in_plan = layers > 0 and not self.folds_in_verify and self._folds_rows
@@ -209,7 +213,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             folded = selective_scan.fold(state, k, u, decay, self._rates, self._counts[count])
         else:
             out = target if target.dtype is torch.float32 else None
-            folded = state_records.fold(state, k, u, decay, self._counts[count], out)
+            folded = state_records.fold(state, k, u, decay, self._counts[count], out, self._all_layers.is_exact)
         if folded is not target:
             target.copy_(state_records.as_stored(folded, target.dtype))
         self._pool.conv.select(1, slot).copy_(self.conv_inputs.select(1, row).narrow(1, count, self.window))

@@ -42,6 +42,7 @@ SAME = [
     ("tensor_parallel_size", 2, "2", "tp_size", 2),
     ("tp", 4, "4", "tp_size", 4),
     ("enforce_eager", True, None, "disable_cuda_graph", True),
+    ("enable_deterministic_inference", True, None, "deterministic", True),
     ("enable_prefix_caching", False, None, "disable_radix_cache", True),
     ("enable_prefix_caching", True, None, "disable_radix_cache", False),
 ]

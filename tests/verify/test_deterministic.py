@@ -1,0 +1,168 @@
+"""``--deterministic``: the same bits for a request whatever is drafted, cached, chunked or run beside it."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specmamba import LLM, RequestOutput, SamplingParams
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError, RequestError
+from specmamba.flags.command_line import parse_command_line
+from specmamba.kernels.native import library
+from specmamba.sampling_params import SpeculationParams
+from tests.decisions import decide_at_random, without_measurement
+from tests.families import FAMILIES
+from tests.noise import add_noise
+
+pytestmark = pytest.mark.usefixtures("needs_native")
+
+PATTERN = [7, 21, 90, 33, 64, 21, 5]
+PROMPTS = [PATTERN * 4, [11, 42, 3], PATTERN * 2 + [100, 8] + PATTERN, [3, 5, 9, 12, 40] * 17]
+SHARED: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "logprobs": 3}
+PARAMS = [  # what one of them asks for must not change the bits of the others
+    SamplingParams(temperature=0.0, **SHARED),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, **SHARED),
+    SamplingParams(temperature=0.7, seed=6, frequency_penalty=0.5, logit_bias={9: 2.0}, **SHARED),
+    SamplingParams(temperature=0.0, prompt_logprobs=2, **SHARED),
+]
+LIMITS: dict[str, Any] = {"context_length": 160, "max_total_tokens": 2048, "max_running_requests": 4}
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
+WAYS: dict[str, dict[str, Any]] = {
+    "adaptive": {"speculative_adaptive": "auto", "chunked_prefill_size": 64},
+    "batch": {"speculative_algorithm": "none", "chunked_prefill_size": 32},
+    "chain": {"speculative_num_steps": 3},
+    "ngram": {"speculative_algorithm": "ngram", "chunked_prefill_size": 32},
+    "operators": {**TREE, "disable_cuda_graph": True, "chunked_prefill_size": 17},
+    "preempted": {"speculative_num_steps": 2, "chunked_prefill_size": 32},
+    "tree": {**TREE, "chunked_prefill_size": 32},
+}
+MODELS = {"demo": None, "gated delta net": "qwen3.5", "Mamba2": "granite-hybrid", "KDA and latents": "kimi-linear"}
+
+Answers = list[tuple[Any, ...]]
+
+
+def answers(outputs: list[RequestOutput]) -> Answers:
+    return [(out.token_ids, out.text, out.logprobs, out.prompt_logprobs) for out in outputs]
+
+
+@cache
+def folder_of(model: str, root: Path) -> Path | None:
+    if (name := MODELS[model]) is None:
+        return None
+    folder = root / name
+    FAMILIES[name].build(folder / "target", seed=3)
+    add_noise(folder / "target", folder / "draft", 0.01)  # a small model that guesses right mostly, and not always
+    return folder
+
+
+def start(model: str, root: Path, dtype: str, flags: dict[str, Any], is_exact: bool = True) -> LLM:
+    folder = folder_of(model, root)
+    given = {"speculative_adaptive": "off", "dtype": dtype, **LIMITS, **flags}
+    if folder is not None and "speculative_algorithm" not in flags:
+        given["speculative_draft_model_path"] = str(folder / "draft")
+    target = None if folder is None else str(folder / "target")
+    return LLM(model=target, deterministic=is_exact, **given)
+
+
+@cache
+def alone(model: str, root: Path, dtype: str) -> Answers:
+    """Without drafts, each alone and cold, in one chunk."""
+    flags = {"speculative_algorithm": "none", "disable_radix_cache": True}
+    with start(model, root, dtype, flags) as llm:
+        found = answers([llm.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)])
+    assert sum(len(set(tokens)) > 4 for tokens, *_ in found) >= 2  # texts that say one thing only prove little
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def preempt_often(llm: LLM) -> None:
+    engine, step, numbers = llm.engine, llm.engine.step, itertools.count()
+
+    def step_and_preempt() -> Any:
+        deltas = step()
+        if next(numbers) % 3 == 2 and engine.scheduler.verifying:
+            engine.preempt(engine.scheduler.verifying[-1])
+        return deltas
+
+    engine.step = step_and_preempt  # type: ignore[method-assign]
+
+
+CASES = [(model, dtype, way) for model in MODELS for dtype in ("bfloat16", "float32") for way in WAYS]
+
+
+@pytest.mark.fast_cases("demo-float32", "Mamba2-float32-tree", "Mamba2-bfloat16-chain", "demo-bfloat16-tree")
+@pytest.mark.parametrize(("model", "dtype", "way"), CASES)
+def test_bits_are_those_of_a_request_alone(
+    model: str, dtype: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_measurement(monkeypatch)
+    wanted = alone(model, root, dtype)
+    with start(model, root, dtype, WAYS[way]) as llm:
+        if way == "adaptive":
+            decide_at_random(llm, seed=4)
+        if way == "preempted":
+            preempt_often(llm)
+        cold = llm.generate(PROMPTS, PARAMS)
+        assert answers(cold) == wanted
+        hit = llm.generate(PROMPTS, PARAMS)
+        assert answers(hit) == wanted
+        assert hit[0].num_cached_tokens > 0
+        if way == "preempted":
+            assert llm.engine.stats().num_preemptions >= 3
+        if way in ("chain", "tree"):
+            assert sum(out.spec.num_accepted_tokens for out in cold) > 0
+
+
+def test_without_the_flag_bits_differ(root: Path) -> None:
+    """So the comparison finds other orders of sums."""
+    with start("demo", root, "float32", WAYS["tree"], is_exact=False) as llm:
+        assert answers(llm.generate(PROMPTS, PARAMS)) != alone("demo", root, "float32")
+
+
+def test_decides_under_the_rule_that_does_not_look_at_drafts(root: Path) -> None:
+    assert EngineConfig(deterministic=True).on_device("cpu").speculative_accept == "target"
+    assert EngineConfig().on_device("cpu").speculative_accept == "auto"
+    with (
+        start("demo", root, "float32", {}) as llm,
+        pytest.raises(RequestError, match="under target"),
+    ):
+        llm.generate([PROMPTS[1]], SamplingParams(temperature=1.0, speculative=SpeculationParams(accept="rejection")))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--device cuda",
+        "--dtype float16",
+        "--hicache-size 1 --hicache-state-dtype bfloat16",
+        "--mamba-ssm-dtype bfloat16",
+        "--speculative-accept rejection",
+        "--speculative-state snapshots",
+        "--tp-size 2",
+    ],
+)
+def test_refuses_flags(flags: str) -> None:
+    parse_command_line(EngineConfig, "specmamba serve", flags.split())
+    with pytest.raises(ConfigError, match=f"{' '.join(flags.split()[-2:])}.*deterministic"):
+        parse_command_line(EngineConfig, "specmamba serve", ["--deterministic", *flags.split()])
+
+
+def test_refuses_mamba1(tmp_path: Path) -> None:
+    FAMILIES["mamba1"].build(tmp_path, seed=3)
+    with pytest.raises(ConfigError, match="MambaForCausalLM has Mamba1 layers"):
+        LLM(model=str(tmp_path), deterministic=True, **LIMITS)
+
+
+def test_refuses_a_process_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda _: None)
+    with pytest.raises(ConfigError, match="needs native code"):
+        LLM(deterministic=True, **LIMITS)
