@@ -132,7 +132,7 @@ def tool_flags() -> set[str]:
     """The flags of the tools, which have their configurations in modules that are slow to import."""
     found: set[str] = set()
     for name in tracked_files():
-        if re.fullmatch(r"(bench|specmamba/(doctor|measure|train|tune))/.*\.py", name):
+        if re.fullmatch(r"(bench|specmamba/(doctor|measure|scale_sim|train|tune))/.*\.py", name):
             tree = ast.parse((ROOT / name).read_text("utf8"))
             for node in ast.walk(tree):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -38,7 +38,7 @@ specmamba_handoff_failures_total{{reason="slow"}} {failed}
 specmamba_handoff_failures_total{{reason="cut"}} 0.0
 specmamba_open_handoffs 1.0
 """
-TINY = ["--context-length", "512", "--max-total-tokens", "2048", "--max-running-requests", "4", "--dtype", "float32"]
+TINY = ["--context-length", "512", "--max-total-tokens", "2048", "--max-running-requests", "4"]
 DESCRIBED = {"model": "folder/tiny", "dtype": "float32", "speculative_algorithm": "mtp"}
 
 
@@ -219,10 +219,11 @@ def test_a_server_that_does_not_start_ends_it(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     file = tmp_path / "report.json"
-    sizes = ["--prompt-tokens", "40,80", "--streams", "2", "--stream-tokens", "96", "--stream-prompt-tokens", "20"]
-    arrivals = ["--arrival-tokens", "48", "--arrival-interval", "0.2", "--rounds", "1", "--num-threads", "2"]
+    sizes = ["--prompt-tokens", "40,80", "--streams", "2", "--stream-tokens", "64", "--stream-prompt-tokens", "20"]
+    arrivals = ["--arrival-tokens", "48", "--arrival-interval", "0.2", "--rounds", "1"]
     assert handoffs.main([*TINY, *sizes, *arrivals, "--json", str(file)]) == 0
     report: dict[str, Any] = json.loads(file.read_text())
     assert report["threads"] == {"one_server": 2, "each_of_two": 1}
