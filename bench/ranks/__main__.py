@@ -16,7 +16,7 @@ Steps of one process are captured and those of several ranks are not; ``--disabl
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -128,7 +128,9 @@ def _prompts(config: RanksBenchConfig, engine: EngineProcess) -> list[list[int]]
 
 
 def report_of(
-    config: RanksBenchConfig, facts: Mapping[str, Mapping[str, Any]], played: Mapping[tuple[int, str], list[Decoded]]
+    config: RanksBenchConfig,
+    facts: Mapping[str, Mapping[str, Any]],
+    played: Mapping[tuple[int, str], Sequence[Decoded]],
 ) -> dict[str, Any]:
     """The report, of what each engine says of itself and of all rounds."""
     first = next(iter(facts.values()))

@@ -17,6 +17,7 @@ from specmamba.bench.handoffs.figures import (
     ARRIVALS,
     HELD,
     QUIET,
+    Figures,
     handoff_figures,
     stream_medians,
     traffic_figures,
@@ -104,13 +105,13 @@ def test_prompts_that_are_not_handed_over_are_an_error(monkeypatch: pytest.Monke
 
 def played() -> Played:
     row = handoff_figures({ONE: 0.5, APART: 0.75, HELD: 0.125}, Counted(1, 900, 0.25, {}), Counted(1, 900, 0.5, {}))
-    figures = [
+    figures: list[Figures] = [
         {"gap_p50_ms": 4.0, "gap_p99_ms": 8.0, "gap_max_ms": 10.0, "tokens_per_second": 100.0},
         {"gap_p50_ms": 6.0, "gap_p99_ms": 8.0, "gap_max_ms": 10.0, "tokens_per_second": 200.0},
     ]
-    slow = [{**each, "gap_p99_ms": 10 * each["gap_p99_ms"], "arrivals": 3.0} for each in figures]
+    slow: list[Figures] = [{**each, "gap_p99_ms": 10 * each["gap_p99_ms"], "arrivals": 3.0} for each in figures]
     cells = {(ONE, QUIET): figures, (ONE, ARRIVALS): slow, (APART, QUIET): figures, (APART, ARRIVALS): figures}
-    return Played({64: [row, {**row, "first_token_ms_apart": 1000.0}]}, dict(cells))
+    return Played({64: [row, {**row, "first_token_ms_apart": 1000.0}]}, cells)
 
 
 def test_the_report_has_medians_and_ratios_of_rounds(capsys: pytest.CaptureFixture[str]) -> None:
