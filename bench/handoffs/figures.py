@@ -9,6 +9,7 @@ from typing import Any
 
 from specmamba.bench.handoffs.servers import APART, ONE, Counted
 from specmamba.bench.handoffs.traffic import Stream, Traffic
+from specmamba.errors import SpecmambaError
 from specmamba.measure.report import median_with_range, percentile
 
 Figures = Mapping[str, float]
@@ -29,6 +30,9 @@ def traffic_figures(traffic: Traffic) -> dict[str, float]:
     Returns:
         ``gap_p50_ms``, ``gap_p99_ms`` and ``gap_max_ms`` between two events of a stream, ``tokens_per_second`` of all
         streams, and with arrivals ``arrivals``, their number, and ``arrival_first_token_ms``, the median.
+
+    Raises:
+        SpecmambaError: there is no such time.
     """
     begin, end = window(traffic.streams)
     gaps, tokens = list[float](), 0
@@ -36,11 +40,13 @@ def traffic_figures(traffic: Traffic) -> dict[str, float]:
         inside = [event for event in stream.events if begin <= event.time <= end]
         gaps += [1e3 * (after.time - before.time) for before, after in pairwise(inside)]
         tokens += sum(event.tokens for event in inside if event.time > begin)
+    if not gaps:
+        raise SpecmambaError("streams end before others have begun: raise --stream-tokens")
     figures = {
         "gap_p50_ms": percentile(gaps, 50),
         "gap_p99_ms": percentile(gaps, 99),
-        "gap_max_ms": max(gaps, default=float("nan")),
-        "tokens_per_second": tokens / (end - begin) if end > begin else float("nan"),
+        "gap_max_ms": max(gaps),
+        "tokens_per_second": tokens / (end - begin),
     }
     if traffic.arrivals:
         figures["arrivals"] = len(traffic.arrivals)

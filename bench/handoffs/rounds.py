@@ -11,6 +11,7 @@ from specmamba.bench.handoffs.figures import ARRIVALS, HELD, QUIET, Figures, han
 from specmamba.bench.handoffs.options import HandoffsBenchConfig
 from specmamba.bench.handoffs.servers import APART, ONE, Counted, Way
 from specmamba.bench.handoffs.traffic import Clients, Stream, send_traffic
+from specmamba.errors import SpecmambaError
 from specmamba.measure.command import in_turns
 from specmamba.measure.prompts import bundled_texts
 from specmamba.measure.report import progress_bar
@@ -44,7 +45,7 @@ async def play(config: HandoffsBenchConfig, one: Way, apart: Way) -> Played:
     """Run all rounds. In the first one steps are recorded: it does not count.
 
     Raises:
-        SpecmambaError: as ``Clients.ask`` and ``Way.handed_over``.
+        SpecmambaError: as ``Clients.ask`` and ``Way.handed_over``; or the streams are too short to be measured.
     """
     text = "\n\n".join(each.text for each in bundled_texts())
     prompts = Prompts(one.answering.post("/tokenize", {"prompt": text})["tokens"])
@@ -94,4 +95,6 @@ async def _run_streams(config: HandoffsBenchConfig, way: Way, prompts: Prompts, 
         traffic = await send_traffic(clients, texts, config.stream_tokens, arrival, config.arrival_interval)
     if before:
         way.handed_over(before, len(traffic.streams) + len(traffic.arrivals))
+    if has_arrivals and not traffic.arrivals:
+        raise SpecmambaError("streams end before a long prompt arrives: raise --stream-tokens")
     return traffic_figures(traffic)

@@ -156,11 +156,17 @@ def print_report(report: Report) -> None:
         f"{report['model']}, {report['dtype']}, {report['machine']}, {report['native'] or 'no native kernels'}, drafts "
         f"{report['speculative_algorithm']}; steps of one process {captured}"
     )
-    names = ("tokens_per_second", "over_first", "step_ms", "all_reduce_share", "exchange_share")
+    names, shares = ("tokens_per_second", "over_first", "step_ms"), ("all_reduce_share", "exchange_share")
     page.table(
-        ("", "batch", "tokens/s", "ratio", "step, ms", "share: sums", "all exchanges", "KiB/token"),
+        ("", "batch", "tokens/s", "ratio", "step, ms", "in sums", "in exchanges", "KiB/token"),
         [
-            (row["way"], str(row["batch"]), *(_text(row.get(name)) for name in names), _kibibytes(row))
+            (
+                row["way"],
+                str(row["batch"]),
+                *(_text(row[name]) for name in names),
+                *(_percent(row.get(name)) for name in shares),
+                _kibibytes(row),
+            )
             for row in report["rows"]
         ],
     )
@@ -170,11 +176,20 @@ def _kibibytes(row: Mapping[str, Any]) -> str:
     return f"{row['sent_bytes_per_token']['median'] / 1024:.3g}" if "sent_bytes_per_token" in row else "-"
 
 
-def _text(figure: Mapping[str, Any] | None) -> str:
+def _percent(figure: Mapping[str, Any] | None) -> str:
     if figure is None:
         return "-"
     low, high = figure["range"]
-    return f"{figure['median']:.3g} ({low:.3g}-{high:.3g})"
+    return f"{100 * figure['median']:.0f}% ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def _text(figure: Mapping[str, Any]) -> str:
+    low, high = map(_number, figure["range"])
+    return f"{_number(figure['median'])} ({low}-{high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _counted(number: int, what: str) -> str:

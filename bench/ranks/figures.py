@@ -16,7 +16,8 @@ def sent_bytes(kind: str, nbytes: float, num_ranks: int) -> float:
 
     A sum goes around a ring twice, every time in all parts but one (Patarasuk and Yuan, "Bandwidth optimal all-reduce
     algorithms for clusters of workstations", 2009, section 3); parts that are joined go around it once; what rank 0
-    tells all others goes down a binomial tree. With two ranks each of them sends its tensor once.
+    tells all others goes down a binomial tree. So gloo does: these are its bytes without headers, as counted with two
+    and with four ranks.
 
     Args:
         kind: "all_reduce", "all_gather" or "broadcast".

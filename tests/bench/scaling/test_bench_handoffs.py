@@ -62,6 +62,9 @@ def test_streams_count_while_all_of_them_run() -> None:
     quiet = traffic_figures(Traffic((early, late), ()))
     assert quiet.items() == {name: value for name, value in figures.items() if "arrival" not in name}.items()
 
+    with pytest.raises(SpecmambaError, match="raise --stream-tokens"):
+        traffic_figures(Traffic((stream(0.0, (1.0, 1), (2.0, 1)), stream(0.0, (3.0, 1), (4.0, 1))), ()))
+
 
 def test_handoffs_are_counted_from_metrics() -> None:
     counted = read_counts(METRICS.format(handoffs=3.0, failed=2.0))

@@ -74,7 +74,7 @@ def test_ratios_are_to_the_first_way_of_the_same_round(capsys: pytest.CaptureFix
     ranks_bench.print_report(ranks_bench.report_of(config, {"a": FACTS}, played))
     out = capsys.readouterr().out
     assert "1 (0.5-2)" in out
-    assert "0.5 (0.062-0.5)" in out  # share of sums
+    assert "50% (6-50)" in out  # in sums
 
 
 class FakeRanks:
