@@ -91,20 +91,23 @@ class EngineProcess:
 
 
 @contextmanager
-def started_engine(flags: dict[str, Any], startup_timeout_s: float, answer_timeout_s: float) -> Iterator[EngineProcess]:
+def started_engine(
+    flags: dict[str, Any], startup_timeout_s: float, answer_timeout_s: float, command: Sequence[str] | None = None
+) -> Iterator[EngineProcess]:
     """Start a process and load an engine in it; the process ends with the context.
 
     Args:
         flags: the keywords of ``LLM``.
         startup_timeout_s: seconds that loading may take.
         answer_timeout_s: seconds that a batch may take.
+        command: of a process with another ``Worker``; None: ``WORKER``.
 
     Raises:
         SpecmambaError: the engine cannot be loaded.
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            WORKER,
+            command or WORKER,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

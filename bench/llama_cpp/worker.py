@@ -25,12 +25,12 @@ _PR_SET_PDEATHSIG = 1
 Fields = dict[str, Any]
 
 
-def main() -> None:
-    """Answer requests until the input ends."""
+def main(worker: Worker | None = None) -> None:
+    """Answer requests until the input ends; ``worker``: has the methods, a new ``Worker`` if it is None."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output must not mix with the answers
-    worker = Worker()
+    worker = worker or Worker()
     for line in sys.stdin.buffer:
         ((name, arguments),) = json.loads(line).items()
         try:
@@ -45,15 +45,15 @@ class Worker:
     """The engine and what is asked of it. All methods raise SpecmambaError."""
 
     def __init__(self) -> None:
-        self._llm: LLM
+        self.llm: LLM
 
     def load(self, flags: Fields) -> Fields:
         """Make the engine with the keywords of ``LLM``; what the report says of it."""
-        self._llm = LLM(**flags)
-        described = self._llm.engine.describe()
+        self.llm = LLM(**flags)
+        described = self.llm.engine.describe()
         return {
-            "checkpoint": str(self._llm.engine.folder),
-            "threads": self._llm.engine.num_threads,
+            "checkpoint": str(self.llm.engine.folder),
+            "threads": self.llm.engine.num_threads,
             "native": _native(),
             "weight_bytes": described["weight_bytes"],
             "parameters": described["parameters"],
@@ -61,7 +61,7 @@ class Worker:
 
     def encode(self, texts: list[Fields]) -> Fields:
         """Encode fields of ``PromptText``: {"prompts": ids of each, "continued": with what follows them}."""
-        tokenizer, given = self._llm.engine.tokenizer, [PromptText(**fields) for fields in texts]
+        tokenizer, given = self.llm.engine.tokenizer, [PromptText(**fields) for fields in texts]
         continued = [encode_with_continuation(text, tokenizer) for text in given]
         return {
             "prompts": [encode_prompt(text, tokenizer) for text in given],
@@ -74,7 +74,7 @@ class Worker:
 
     def run(self, **batch: Any) -> Fields:
         """Run the fields of a ``figures.Batch``: {"answers": the fields of a ``figures.Answer`` for each request}."""
-        return {"answers": run(self._llm, batch)}
+        return {"answers": run(self.llm, batch)}
 
 
 def _native() -> Fields:

@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from specmamba.bench.serving.server import SERVE, StartedServer, engine_flags, python_path
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
+
+if TYPE_CHECKING:
+    import httpx
 
 # Short limits of the server, so that a short run sees it drop clients.
 SHUTDOWN_TIMEOUT_S = 2.0
@@ -68,10 +71,13 @@ class ServerProcess:
         self._server.check(grace_s)
 
     def get(self, path: str) -> dict[str, Any]:
-        return self._ask("GET", path)
+        return dict(self._ask("GET", path).json())
+
+    def text(self, path: str) -> str:
+        return self._ask("GET", path).text
 
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        return self._ask("POST", path, body)
+        return dict(self._ask("POST", path, body).json())
 
     def rss_mb(self) -> float:
         """Resident memory of the process in MiB."""
@@ -114,7 +120,7 @@ class ServerProcess:
     def _stats(self) -> dict[str, Any]:
         return dict(self.get("/server_info")["stats"])
 
-    def _ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> httpx.Response:
         import httpx
 
         options: dict[str, Any] = {"timeout": _END_TIMEOUT_S, "trust_env": False, "headers": self._headers}
@@ -122,7 +128,7 @@ class ServerProcess:
             response = client.request(method, path, json=body)
         if response.status_code != httpx.codes.OK:
             raise SpecmambaError(f"{method} {path} was answered {response.status_code}: {response.text[:200]}")
-        return dict(response.json())
+        return response
 
     def _wait_for_connections(self) -> None:
         """Wait until the number of open files falls no more: the server closes its side of a connection later."""
