@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import describe_validation_error
@@ -23,14 +23,23 @@ _ELSEWHERE = {
 ANYWHERE = "0.0.0.0"  # where Ray Serve's proxies may listen: a caller by a loopback name is no operator then
 
 
+def _whole_above_one(number: float) -> float:
+    if number > 1 and number != int(number):
+        raise ValueError("Ray counts CPUs above one as a whole")
+    return number
+
+
+Cpus = Annotated[float, AfterValidator(_whole_above_one)]
+
+
 class ClusterConfig(ServerConfig):
     """A server whose replicas Ray places."""
 
     replica_cpus: Annotated[
-        float, Field(gt=0, le=1024, description="CPUs that Ray reserves for a replica; on a CPU its share of memory")
+        Cpus, Field(gt=0, le=1024, description="CPUs that Ray reserves for a replica; on a CPU its share of memory")
     ] = 1.0
     ingress_cpus: Annotated[
-        float, Field(ge=0, le=1024, description="CPUs that Ray reserves for the HTTP server in front of the replicas")
+        Cpus, Field(ge=0, le=1024, description="CPUs that Ray reserves for the HTTP server in front of the replicas")
     ] = 1.0
 
 

@@ -18,7 +18,6 @@ from specmamba.transfer.peer_link import LinkError, PeerLink
 
 HANDSHAKE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 30.0
-_UNACKNOWLEDGED_MS = 20_000  # after which a machine that does not answer counts as lost
 _SIGNATURE_CHARACTERS = 64
 
 
@@ -29,7 +28,7 @@ class SignedMessages(Messages):
         """Take over the connection of a link."""
         connection, self._key, self._labels = link.handed_over()
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        # no TCP_USER_TIMEOUT: a server without requests reads nothing, which must not end the connection
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specmamba.errors import SpecmambaError
 from specmamba.parallel.messages import Messages
 from specmamba.processes.child_process import python_path
 
@@ -70,7 +71,7 @@ class Launched(Protocol):
         """Wait for its end. Returns False: it runs."""
 
 
-Launch = Callable[[ReplicaTask], Launched]  # starts a replica, and does not wait; raises OSError
+Launch = Callable[[ReplicaTask], Launched]  # starts a replica, and does not wait
 
 
 class ChildReplica:
@@ -186,8 +187,9 @@ class ReplicaProcess:
             try:
                 process = self._start()
                 failure = self._watch(process, process.connection())
-            except OSError as error:
-                failure = f"it cannot be started: {error}"
+            except Exception as error:  # noqa: BLE001 -- of what starts it: the server waits to hear of any
+                what = str(error) if isinstance(error, OSError | SpecmambaError) else f"{type(error).__name__}: {error}"
+                failure = f"it cannot be started: {what}"
             if self._closing.is_set():
                 return
             has_run |= failure is None

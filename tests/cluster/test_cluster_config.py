@@ -41,8 +41,8 @@ def test_names_of_other_runtimes_are_understood() -> None:
         ({"dp_sizes": 2}, "--dp-sizes: there is no such flag; did you mean --dp-size"),
         ({"dp_size": "many"}, "--dp-size: "),
         ({"replica_cpus": 0}, "--replica-cpus: "),
+        ({"ingress_cpus": 1.5}, "--ingress-cpus: Ray counts CPUs above one as a whole"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_is_refused(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -124,6 +124,20 @@ def test_another_checkpoint_or_version_is_no_replica() -> None:
         ReplicatedEngine(ServerConfig(dp_size=1, **FLAGS), launch=partial(ProcessReplica, facts=changed))
 
 
+def test_what_goes_wrong_before_a_start_is_told() -> None:
+    """In the thread that starts it; the server waits for it."""
+    with pytest.raises(ConfigError, match=r"it cannot be started: .*nowhere"):
+        ReplicatedEngine(
+            ServerConfig(dp_size=1, **FLAGS, speculative_draft_model_path="/nowhere"), launch=ProcessReplica
+        )
+
+    def launch(_: ReplicaTask) -> ProcessReplica:
+        raise KeyError("no room")
+
+    with pytest.raises(ConfigError, match="it cannot be started: KeyError: 'no room'"):
+        ReplicatedEngine(ServerConfig(dp_size=1, **FLAGS), launch=launch)
+
+
 class SilentReplica(RemoteReplica):
     """Never connects, and has ended."""
 

@@ -23,10 +23,15 @@ def listener() -> Iterator[socket.socket]:
         yield opened
 
 
+def address_of(listener: socket.socket) -> tuple[str, int]:
+    host, port = listener.getsockname()
+    return host, port
+
+
 @pytest.fixture
 def pair(listener: socket.socket) -> Iterator[Pair]:
     with ThreadPoolExecutor(1) as other:
-        connecting = other.submit(connect, *listener.getsockname(), KEY)
+        connecting = other.submit(connect, *address_of(listener), KEY)
         server = accept(listener, KEY)
         client = connecting.result(10)
     assert server is not None
@@ -86,7 +91,7 @@ def test_a_line_counts_once_and_in_one_direction(pair: Pair, back: bool) -> None
 
 def test_another_key_is_refused_on_both_sides(listener: socket.socket) -> None:
     with ThreadPoolExecutor(1) as other:
-        connecting = other.submit(connect, *listener.getsockname(), b"x" * 32)
+        connecting = other.submit(connect, *address_of(listener), b"x" * 32)
         assert accept(listener, KEY) is None
         with pytest.raises(OSError, match="refused"):
             connecting.result(10)
