@@ -52,7 +52,7 @@ def environment_of(settings_class: type[CommandLine]) -> dict[str, Any]:
             continue
         if name in found:  # the first of two spellings counts, as in ``variable_of``
             continue
-        found[name] = _list_in_json(variable, value) if is_plain_list(field) else value
+        found[name] = listed(variable, value) if is_plain_list(field) else value
     return found
 
 
@@ -79,7 +79,8 @@ def is_number_list(field: FieldInfo) -> bool:
     return is_plain_list(field) and bool(kinds) and all(kind in (int, float) for kind in kinds)
 
 
-def _list_in_json(variable: str, value: str) -> Any:
+def listed(variable: str, value: str) -> Any:
+    """Read a list that is given as JSON in a text. Raises ConfigError, which names the ``variable``: it is none."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

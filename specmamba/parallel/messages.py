@@ -36,7 +36,7 @@ class Messages:
     def send_line(self, line: bytes) -> None:
         """Send a message that ``encoded`` gave. Raises OSError: the other side has ended."""
         with self._lock:
-            self._connection.sendall(line)
+            self._connection.sendall(self._sealed(line))
 
     def receive(self) -> dict[str, Any] | None:
         """Wait for a message; None: the other side has ended.
@@ -76,10 +76,18 @@ class Messages:
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         self._num_scanned = 0
-        message = json.loads(line)
+        message = json.loads(self._opened(line))
         if not isinstance(message, dict):
             raise ValueError("a message is a dictionary")
         return message
+
+    def _sealed(self, line: bytes) -> bytes:
+        """What goes over for a line, with its end; called under the lock."""
+        return line
+
+    def _opened(self, line: bytes) -> bytes:
+        """The line that has come over, without its end. Raises ValueError: it is none of the other side."""
+        return line
 
     def _read(self, flags: int = 0) -> bool:
         """Read into the buffer; False: the other side has ended."""

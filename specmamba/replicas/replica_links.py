@@ -16,7 +16,14 @@ from specmamba.engine.scheduler import EngineStats
 from specmamba.errors import ConfigError, EngineStoppedError, ReplicaLostError
 from specmamba.parallel.messages import encoded
 from specmamba.replicas.placement import PublishedPrefixes
-from specmamba.replicas.replica_process import ReadyReplica, ReplicaProcess, ReplicaTask, log
+from specmamba.replicas.replica_process import (
+    ChildReplica,
+    Launch,
+    ReadyReplica,
+    ReplicaProcess,
+    ReplicaTask,
+    log,
+)
 from specmamba.replicas.wire import load_sample, load_stats
 
 logger = logging.getLogger("specmamba")
@@ -48,6 +55,7 @@ class ReplicaLinks:
         on_message: Callable[[Mapping[str, Any]], None],
         on_loss: Callable[[int], None],
         on_return: Callable[[int], None],
+        launch: Launch = ChildReplica,
     ) -> None:
         """Start all replicas, and wait until they are ready.
 
@@ -58,11 +66,13 @@ class ReplicaLinks:
             on_message: called with what is said about requests: deltas and refusals.
             on_loss: called with the index of a replica that is lost.
             on_return: called with the index of one that is ready again.
+            launch: starts one, as a process or elsewhere.
 
         Raises:
             ConfigError: one cannot start; then none is left.
         """
         self._on_message, self._on_loss, self._on_return = on_message, on_loss, on_return
+        self._launch = launch
         self.ready: dict[int, Replica] = {}
         self._arrivals: SimpleQueue[ReadyReplica | str] = SimpleQueue()
         self._processes: list[ReplicaProcess] = []
@@ -79,7 +89,7 @@ class ReplicaLinks:
             raise
 
     def _start(self, group: Sequence[ReplicaTask], size: int) -> None:
-        self._processes += [ReplicaProcess(task, self._arrivals.put, self._tell_gone) for task in group]
+        self._processes += [ReplicaProcess(task, self._arrivals.put, self._tell_gone, self._launch) for task in group]
         for _ in group:
             arrival = self._arrivals.get()
             if isinstance(arrival, str):

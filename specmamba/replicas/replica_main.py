@@ -195,7 +195,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes its requests, and then ends this process
         signal.signal(number, signal.SIG_IGN)
     given = json.loads(sys.stdin.buffer.read())
-    link = Messages(socket.socket(fileno=given["connection"]))
+    return run_replica(given, Messages(socket.socket(fileno=given["connection"])))
+
+
+def run_replica(given: Mapping[str, Any], link: Messages) -> int:
+    """Load the model and serve it over a connection until that ends. Returns the exit status.
+
+    ``given``: index, flags, secret and log level, as ``replica_process.given_to``. For a process that does nothing
+    else: its log goes over the connection.
+    """
     logger.addHandler(LinkHandler(link))
     logger.setLevel(logging.ERROR if given["index"] else given["log_level"])  # the first one reports
     logger.propagate = False

@@ -24,6 +24,7 @@ from specmamba.replicas.course import Course
 from specmamba.replicas.merged_figures import merged, merged_report, merged_sample
 from specmamba.replicas.placement import Texts, choose
 from specmamba.replicas.replica_links import WAIT_S, ReplicaLinks
+from specmamba.replicas.replica_process import ChildReplica, Launch, ReplicaTask
 from specmamba.replicas.replica_tasks import tasks_of
 from specmamba.replicas.wire import dump_view, load_deltas, load_tenant_stats
 from specmamba.sampling_params import SamplingParams
@@ -41,8 +42,18 @@ class ReplicatedEngine(Engine):
     one, behind what its client has; where none is ready, it waits. Not thread-safe, as ``Engine``.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        plan: Callable[[ServerConfig, bytes], list[ReplicaTask]] = tasks_of,
+        launch: Launch = ChildReplica,
+    ) -> None:
         """Start ``config.dp_size`` replicas, and wait until all are ready.
+
+        Args:
+            config: the server's flags.
+            plan: what each replica is started with; the second argument is the key of the hashes of prefixes.
+            launch: starts a replica; by default as a process of this machine.
 
         Raises:
             SpecmambaError: one cannot start.
@@ -56,7 +67,7 @@ class ReplicatedEngine(Engine):
         self.tokenizer = load_tokenizer(
             resolve_checkpoint(config.model_path, config.revision), config.skip_tokenizer_init
         )
-        self._links = links = ReplicaLinks(tasks_of(config, secret), self._take, self._move_all, self._tell_views)
+        self._links = links = ReplicaLinks(plan(config, secret), self._take, self._move_all, self._tell_views, launch)
         logger.info("%d replicas are ready; sizes are of one", config.dp_size)
         self._latest_stats: EngineStats = merged([r.stats for r in links.ready.values() if r.stats is not None])
         self.config: ServerConfig = config

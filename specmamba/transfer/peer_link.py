@@ -174,6 +174,10 @@ class PeerLink:
         except OSError:
             raise LinkError("cut") from None
 
+    def handed_over(self) -> tuple[socket.socket, bytes, tuple[bytes, bytes]]:
+        """Leave the connection to another protocol: with its key, and the labels of what is sent and received."""
+        return self._connection, self._key, self._labels
+
     def hang_up(self) -> None:
         """End the connection: the thread that uses it gets "cut", and then closes it.
 

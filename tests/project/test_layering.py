@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("server",),
     ("measure",),
-    ("tune", "train", "info", "doctor", "quantize", "terminal", "scale_sim"),
+    ("tune", "train", "info", "doctor", "quantize", "terminal", "scale_sim", "cluster"),
     ("bench",),
     ("cli",),
     ("__main__",),

@@ -118,7 +118,7 @@ def stored_prefix_routes(service: Service) -> APIRouter:
 
 
 def _refuse_replicas(service: Service) -> None:
-    if service.config.dp_size > 1:
+    if "dp_size" in service.engine.constants.description:  # of a ``ReplicatedEngine``, also where it has one replica
         message = "each replica keeps prefixes for itself: /cache/save and /cache/load need --dp-size 1"
         raise ApiError(400, message, code="several_replicas")
 

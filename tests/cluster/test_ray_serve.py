@@ -1,0 +1,245 @@
+"""``serve run`` with a file, as docs/scaling.md says: a real Ray, two replicas, one of which is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specmamba.config import EngineConfig
+from specmamba.engine.engine import Engine
+from tests.fake_engine import wait_until
+from tests.replicas.test_replicated_engine import FLAGS, add, finish, is_alive, outputs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (specmamba[scale])"),
+]
+
+START_TIMEOUT_S, END_TIMEOUT_S = 400.0, 120.0
+OPERATOR = {"Authorization": "Bearer the-operator"}
+ACTOR = "ray::EngineActor"  # as Ray names the process
+
+
+@dataclass
+class Cluster:
+    process: subprocess.Popen[bytes]
+    http: httpx.Client
+    log: Path
+
+    def actors(self) -> list[int]:
+        """The processes of replicas that descend from this Ray."""
+        return [pid for pid in descendants(self.process.pid) if command_of(pid).startswith(ACTOR)]
+
+    def info(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/server_info", headers=OPERATOR).raise_for_status().json()
+        return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text("utf8", "replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def descendants(root: int) -> list[int]:
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text("utf8", "replace").rpartition(")")[2].split()[1]
+            )
+        except OSError:
+            continue
+    found = [root]
+    for parent in found:
+        found += [pid for pid, above in parents.items() if above == parent]
+    return found[1:]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    port = free_port()
+    arguments = {**FLAGS, "dp_size": 2, "admin_key": "the-operator", "replica_cpus": 1, "ingress_cpus": 0}
+    application = {"name": "it", "route_prefix": "/", "import_path": "specmamba.cluster:app", "args": arguments}
+    options = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # of a short name: Ray's sockets lie below it
+        file, log = Path(folder, "serve.yaml"), Path(folder, "log")
+        file.write_text(json.dumps(options))  # which is YAML too
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
+        }
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ray.serve.scripts", "run", str(file)],
+                env=environment,
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
+            served = Cluster(process, http, log)
+            every = []
+            try:
+                wait_for_start(served)
+                yield served
+                every = descendants(process.pid)
+                process.send_signal(signal.SIGINT)
+                process.wait(END_TIMEOUT_S)
+                wait_until(lambda: not any(map(is_alive, every)), timeout_s=END_TIMEOUT_S)
+            finally:
+                for pid in [*descendants(process.pid), process.pid, *every]:
+                    if is_alive(pid):
+                        os.kill(pid, signal.SIGKILL)
+                process.wait()
+
+
+def wait_for_start(served: Cluster) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and served.process.poll() is None:
+        try:
+            if served.http.get("/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"it does not start:\n{served.log.read_text('utf8', 'replace')[-4000:]}")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return Engine(EngineConfig(**FLAGS))
+
+
+@pytest.fixture
+def both(cluster: Cluster) -> Cluster:
+    wait_until(lambda: len(cluster.actors()) == 2, timeout_s=START_TIMEOUT_S)
+
+    def are_ready() -> bool:
+        time.sleep(0.2)
+        cluster.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})  # takes in one that has come back
+        return bool(cluster.info()["stats"]["kv_total_tokens"] == 2 * 8192)
+
+    wait_until(are_ready, timeout_s=START_TIMEOUT_S)
+    cluster.http.post("/flush_cache", headers=OPERATOR).raise_for_status()
+    return cluster
+
+
+def body_of(number: int, **changes: Any) -> dict[str, Any]:
+    prompt = f"def task_{number}(values):\n    # sorts the values and returns them\n    "
+    sampled = {"temperature": 0.8, "seed": 7} if number % 2 else {"temperature": 0.0}
+    return {"prompt": prompt, "max_tokens": 48, "ignore_eos": True, "stream": True, **sampled, **changes}
+
+
+def streamed(http: httpx.Client, body: dict[str, Any], on_text: Any = None) -> tuple[str, int]:
+    """The text of a stream, and the tokens that its usage counts."""
+    text, count = "", 0
+    with http.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            text += "".join(choice["text"] for choice in event["choices"])
+            count = event["usage"]["completion_tokens"] if event.get("usage") else count
+            if text and on_text is not None:
+                on_text = on_text()
+    return text, count
+
+
+def expected_of(plain: Engine, max_tokens: int) -> list[tuple[str, int]]:
+    for number in range(4):
+        sampled: dict[str, Any] = {"temperature": 0.8, "seed": 7} if number % 2 else {}
+        add(plain, number, max_tokens=max_tokens, **sampled)
+    return [(text, len(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
+
+
+def test_texts_are_those_of_one_engine(plain: Engine, both: Cluster) -> None:
+    with ThreadPoolExecutor(4) as clients:
+        found = list(clients.map(lambda number: streamed(both.http, body_of(number)), range(4)))
+    assert found == expected_of(plain, 48)
+
+
+def test_a_replica_that_is_killed_in_mid_stream_changes_no_text(plain: Engine, both: Cluster) -> None:
+    """Requests run on both replicas, so that some of them move."""
+    actors = both.actors()
+
+    def kill() -> None:
+        os.kill(actors[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(4) as clients:
+        running = [
+            clients.submit(streamed, both.http, body_of(number, max_tokens=400), None if number else kill)
+            for number in range(4)
+        ]
+        found = [future.result() for future in running]
+    assert found == expected_of(plain, 400)
+    wait_until(lambda: f"(process {actors[0]}) is lost" in both.log.read_text("utf8", "replace"), timeout_s=60)
+    wait_until(lambda: len(both.actors()) == 2, timeout_s=START_TIMEOUT_S)
+    assert actors[0] not in both.actors()
+
+
+def test_a_text_goes_where_its_beginning_is(both: Cluster) -> None:
+    long = " a sentence that is long enough to be worth going back to." * 12
+
+    def cached(prompt: str) -> int:
+        answer = both.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 24, "temperature": 0})
+        usage: dict[str, Any] = answer.raise_for_status().json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    with ThreadPoolExecutor(2) as clients:
+        assert list(clients.map(cached, [f"{number}{long}" for number in range(2)])) == [0, 0]
+    trees = both.http.get("/cache?format=text", headers=OPERATOR).text
+    assert min(len(part.splitlines()) for part in trees.split("replica ")[1:]) > 2  # one text on each
+    for number in (1, 0, 1):
+        assert cached(f"{number}{long} And more {number}") > 100
+
+
+def test_the_rest_of_the_server_is_there(both: Cluster) -> None:
+    assert both.info()["engine"]["dp_size"] == 2
+    chat = {"messages": [{"role": "user", "content": "Sort a list."}], "max_tokens": 8}
+    assert (
+        both.http.post("/v1/chat/completions", json=chat).raise_for_status().json()["usage"]["completion_tokens"] == 8
+    )
+    assert "<html" in both.http.get("/").text
+    assert "specmamba_kv_total_tokens" in both.http.get("/metrics").text
+    assert both.http.post("/tokenize", json={"prompt": "a b"}).raise_for_status().json()["tokens"]
+    assert both.http.post("/flush_cache").status_code == 403  # no operator, though it comes from this machine
+    refused = both.http.post("/cache/save", headers=OPERATOR)
+    assert refused.json()["error"]["code"] == "several_replicas"
+    assert both.http.get("/health", headers={"Host": "evil.example"}).status_code == 421
+
+
+def test_a_client_that_leaves_ends_its_request(both: Cluster) -> None:
+    with both.http.stream("POST", "/v1/completions", json=body_of(0, max_tokens=900)) as answer:
+        lines = answer.iter_lines()  # whose end would close the connection
+        next(lines)
+        wait_until(lambda: both.info()["stats"]["num_running"] == 1, timeout_s=60)
+    wait_until(lambda: both.info()["stats"]["num_running"] == 0, timeout_s=60)
+    assert 'specmamba_requests_total{finish_reason="abort"} 1.0' in both.http.get("/metrics").text
