@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from specmamba.flags.command_line import describe_validation_error
 from specmamba.flags.other_names import flag_of, translated
 from specmamba.flags.settings import is_plain_list, listed, variable_of
 from specmamba.server_config import ServerConfig
+
+logger = logging.getLogger("specmamba")
 
 # Ray Serve listens for HTTP, on addresses of its own choice, and gives up clients that do not read.
 _BY_RAY = "Ray Serve takes the connections: leave it out, and see its http_options"
@@ -46,12 +49,15 @@ class ClusterConfig(ServerConfig):
 def config_of_args(args: Mapping[str, Any]) -> ClusterConfig:
     """The configuration of an application's arguments, over the environment.
 
-    Values may be texts, as ``serve run`` gives them, or what YAML has.
+    Values may be texts, as ``serve run`` gives them, or what YAML has. Names of other runtimes are translated, and a
+    note of each is logged.
 
     Raises:
         ConfigError: a flag is unknown or belongs to Ray, or a value or a combination is not valid.
     """
-    given, _ = translated({name.replace("-", "_"): value for name, value in args.items()})
+    given, notes = translated({name.replace("-", "_"): value for name, value in args.items()})
+    for note in notes:
+        logger.warning("%s", note)
     for name in _ELSEWHERE:
         if name in given:
             raise ConfigError(f"{flag_of(name)}: {_ELSEWHERE[name]}")

@@ -52,6 +52,7 @@ EXTRAS = {
     "otel": Extra(
         ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "--otlp-traces-endpoint"
     ),
+    "scale": Extra(("ray",), "replicas on several machines, by Ray Serve"),
     "compiler": Extra(("ziglang",), "native kernels on a machine without a C++ compiler"),
 }
 

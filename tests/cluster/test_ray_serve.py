@@ -32,7 +32,14 @@ pytestmark = [
 
 START_TIMEOUT_S, END_TIMEOUT_S = 400.0, 120.0
 OPERATOR = {"Authorization": "Bearer the-operator"}
-ACTOR = "ray::EngineActor"  # as Ray names the process
+ACTOR, SERVER = "ray::EngineActor", "ray::ServeReplica"  # as Ray names the processes
+DELETE = """
+import ray
+from ray import serve
+ray.init("auto", namespace="serve")  # RAY_TMPDIR says which
+input("connected\\n")
+serve.delete("it")
+"""
 
 
 @dataclass
@@ -40,10 +47,11 @@ class Cluster:
     process: subprocess.Popen[bytes]
     http: httpx.Client
     log: Path
+    environment: dict[str, str]
 
-    def actors(self) -> list[int]:
-        """The processes of replicas that descend from this Ray."""
-        return [pid for pid in descendants(self.process.pid) if command_of(pid).startswith(ACTOR)]
+    def processes(self, name: str = ACTOR) -> list[int]:
+        """The processes of a name that descend from this Ray: the replicas'."""
+        return [pid for pid in descendants(self.process.pid) if command_of(pid).startswith(name)]
 
     def info(self) -> dict[str, Any]:
         found: dict[str, Any] = self.http.get("/server_info", headers=OPERATOR).raise_for_status().json()
@@ -103,7 +111,7 @@ def cluster() -> Iterator[Cluster]:
                 stderr=subprocess.STDOUT,
             )
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
-            served = Cluster(process, http, log)
+            served = Cluster(process, http, log, environment)
             every = []
             try:
                 wait_for_start(served)
@@ -138,7 +146,7 @@ def plain() -> Engine:
 
 @pytest.fixture
 def both(cluster: Cluster) -> Cluster:
-    wait_until(lambda: len(cluster.actors()) == 2, timeout_s=START_TIMEOUT_S)
+    wait_until(lambda: len(cluster.processes()) == 2, timeout_s=START_TIMEOUT_S)
 
     def are_ready() -> bool:
         time.sleep(0.2)
@@ -188,7 +196,7 @@ def test_texts_are_those_of_one_engine(plain: Engine, both: Cluster) -> None:
 
 def test_a_replica_that_is_killed_in_mid_stream_changes_no_text(plain: Engine, both: Cluster) -> None:
     """Requests run on both replicas, so that some of them move."""
-    actors = both.actors()
+    actors = both.processes()
 
     def kill() -> None:
         os.kill(actors[0], signal.SIGKILL)
@@ -201,8 +209,8 @@ def test_a_replica_that_is_killed_in_mid_stream_changes_no_text(plain: Engine, b
         found = [future.result() for future in running]
     assert found == expected_of(plain, 400)
     wait_until(lambda: f"(process {actors[0]}) is lost" in both.log.read_text("utf8", "replace"), timeout_s=60)
-    wait_until(lambda: len(both.actors()) == 2, timeout_s=START_TIMEOUT_S)
-    assert actors[0] not in both.actors()
+    wait_until(lambda: len(both.processes()) == 2, timeout_s=START_TIMEOUT_S)
+    assert actors[0] not in both.processes()
 
 
 def test_a_text_goes_where_its_beginning_is(both: Cluster) -> None:
@@ -243,3 +251,41 @@ def test_a_client_that_leaves_ends_its_request(both: Cluster) -> None:
         wait_until(lambda: both.info()["stats"]["num_running"] == 1, timeout_s=60)
     wait_until(lambda: both.info()["stats"]["num_running"] == 0, timeout_s=60)
     assert 'specmamba_requests_total{finish_reason="abort"} 1.0' in both.http.get("/metrics").text
+
+
+def test_a_server_that_is_lost_comes_back_with_its_replicas(plain: Engine, both: Cluster) -> None:
+    (server,), replicas = both.processes(SERVER), both.processes()
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, [server, *replicas])), timeout_s=START_TIMEOUT_S)
+    wait_for_start(both)
+    with ThreadPoolExecutor(4) as clients:
+        found = list(clients.map(lambda number: streamed(both.http, body_of(number)), range(4)))
+    assert found == expected_of(plain, 48)
+
+
+def test_an_application_that_is_deleted_finishes_its_streams(plain: Engine, both: Cluster) -> None:
+    """The last test: nothing is served after it."""
+    command = [sys.executable, "-c", DELETE]
+    replicas = both.processes()
+    with subprocess.Popen(
+        command, env=both.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as deleting:
+        commands, said = deleting.stdin, deleting.stdout
+        assert commands is not None
+        assert said is not None
+        assert "connected\n" in iter(said.readline, "")  # behind what Ray prints
+
+        def delete() -> None:
+            commands.write("\n")
+            commands.flush()
+
+        with ThreadPoolExecutor(4) as clients:
+            running = [
+                clients.submit(streamed, both.http, body_of(number, max_tokens=900), None if number else delete)
+                for number in range(4)
+            ]
+            found = [future.result() for future in running]
+        assert deleting.wait(END_TIMEOUT_S) == 0
+    assert found == expected_of(plain, 900)
+    wait_until(lambda: not any(map(is_alive, replicas)), timeout_s=END_TIMEOUT_S)
+    assert both.http.post("/v1/completions", json={"prompt": "a"}).status_code == 404
