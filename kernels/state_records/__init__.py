@@ -33,24 +33,17 @@ __all__ = [
     "as_stored",
     "can_fold_rows",
     "fold",
+    "fold_exactly",
     "fold_rows",
 ]
 
 
-def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, out: Tensor | None, __: bool) -> bool:
+def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, out: Tensor | None) -> bool:
     return native_ops.can_take(state, k, u, decay, *(() if out is None else (out,)))
 
 
-@operator(triton=lambda *args: args[3].dim() == 3 and not args[6] and gpu.can_launch(*args[:6]), native=_is_native)
-def fold(
-    state: Tensor,
-    k: Tensor,
-    u: Tensor,
-    decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-    is_exact: bool = False,
-) -> Tensor:
+@operator(triton=lambda *args: args[3].dim() == 3 and gpu.can_launch(*args), native=_is_native)
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance checkpoints over their pending records by one rank-m update each, m records at once.
 
     The state is S_m = e^(G_m) S_0 + sum over j <= m of e^(G_m - G_j) k_j u_j^T; see README.md.
@@ -62,17 +55,29 @@ def fold(
         num_pending: [B] int64; rows with 0 keep their state.
         out: [B, Hv, K, V], takes the new states; it is ``state`` or does not overlap it. What float16 cannot hold
             becomes its largest finite number. None: a new tensor of the state's dtype.
-        is_exact: one record after the other, in the arithmetic of exact verifies and extends; native code alone has it.
 
     Returns:
         New states [B, Hv, K, V].
 
     Raises:
         ValueError: operands differ in shape, or num_pending is not int64 (native form).
-        RuntimeError: it is to be exact, and native code does not take the operands.
     """
-    refuse_exact(is_exact and state.numel() > 0)
     return torch_ops.fold(state, k, u, decay, num_pending, out)
+
+
+def fold_exactly(
+    state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """As ``fold``, one record after the other: the bits that exact verifies and extends give a state (README.md).
+
+    Raises:
+        ValueError: as ``fold``.
+        RuntimeError: native code, which alone has it, does not take the operands.
+    """
+    if state.numel() == 0:
+        return torch_ops.fold(state, k, u, decay, num_pending, out)
+    refuse_exact(not _is_native(state, k, u, decay, num_pending, out))
+    return native_ops.fold_exactly(state, k, u, decay, num_pending, out)
 
 
 @operator(native=lambda buffers, *_: native_ops.can_fold_rows(buffers))

@@ -19,7 +19,7 @@ from specmamba.kernels.state_records.operands import Buffers, ExtendOperands, Tr
 
 SOURCE = Path(__file__).parent / "native.cpp"
 
-_Fold = struct(
+_FoldStruct = struct(
     "Fold",
     ["state", "records_k", "records_u", "records_decay", "num_pending", "folded"],
     [
@@ -54,16 +54,21 @@ def can_take(state: Tensor, *written: Tensor) -> bool:
     )
 
 
-def fold(
-    state: Tensor,
-    k: Tensor,
-    u: Tensor,
-    decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-    is_exact: bool = False,
-) -> Tensor:
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """One call for all rows and heads."""
+    return _fold(state, k, u, decay, num_pending, out, is_exact=False)
+
+
+def fold_exactly(
+    state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """One call likewise, one record after the other (exact.h)."""
+    return _fold(state, k, u, decay, num_pending, out, is_exact=True)
+
+
+def _fold(
+    state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None, is_exact: bool
+) -> Tensor:
     native = library.required(code())
     batch, value_heads, key_dim, value_dim = state.shape
     sizes = batch, k.shape[2], value_heads, key_dim, value_dim
@@ -71,7 +76,7 @@ def fold(
     state, num_pending = contiguous_from(state, 1), num_pending.contiguous()
     out = torch.empty(state.shape) if out is None else out
     require(out.shape == state.shape, "out has another shape than the state")
-    arguments = _Fold(
+    arguments = _FoldStruct(
         *(x.data_ptr() for x in (state, k, u, decay, num_pending, out)),
         *(*sizes, 1 if decay.dim() == 3 else key_dim),
         *(x.stride(0) for x in (state, k, u, decay, out)),
@@ -152,7 +157,7 @@ def _check_shapes(
 def code() -> ctypes.CDLL | None:
     """The loaded native library of this operator; None where there is none."""
     return library.load_functions(
-        SOURCE, {"fold_records": [POINTER(_Fold), c_int], "fold_rows": [POINTER(_RowFolds), c_int]}
+        SOURCE, {"fold_records": [POINTER(_FoldStruct), c_int], "fold_rows": [POINTER(_RowFolds), c_int]}
     )
 
 

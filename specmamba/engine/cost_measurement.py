@@ -138,6 +138,7 @@ def engine_key(engine: TimedEngine) -> dict[str, str]:
         "accept": config.speculative_accept,
         "state": f"{config.speculative_state} {config.mamba_ssm_dtype}",
         **({} if config.kv_cache_dtype == "auto" else {"kv": config.kv_cache_dtype}),
+        **({"arithmetic": "exact"} if config.deterministic else {}),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "kernels": " -".join(("triton", *gpu.choice().off)) if gpu.runs_on(device) else _level_name(),
         "threads": str(engine.num_threads),

@@ -213,7 +213,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             folded = selective_scan.fold(state, k, u, decay, self._rates, self._counts[count])
         else:
             out = target if target.dtype is torch.float32 else None
-            folded = state_records.fold(state, k, u, decay, self._counts[count], out, self._all_layers.is_exact)
+            fold = state_records.fold_exactly if self._all_layers.is_exact else state_records.fold
+            folded = fold(state, k, u, decay, self._counts[count], out)
         if folded is not target:
             target.copy_(state_records.as_stored(folded, target.dtype))
         self._pool.conv.select(1, slot).copy_(self.conv_inputs.select(1, row).narrow(1, count, self.window))

@@ -44,7 +44,7 @@ def layer_arguments(parts: dict[str, Any]) -> dict[str, Any]:
     """Arguments of ``attend_layer``: of the parts, cos and sin become one value, and pools with write slots another."""
     angles = None if parts["cos"] is None else (parts["cos"], parts["sin"])
     scales = parts.get("k_scales"), parts.get("v_scales")
-    kv = LayerKV(parts["k_pool"], parts["v_pool"], parts["write_slots"], *scales)
+    kv = LayerKV(parts["k_pool"], parts["v_pool"], parts["write_slots"], *scales, parts.get("is_exact", False))
     kept = {name: parts[name] for name in ("projected", "config", "metadata")}
     return kept | {"angles": angles, "kv": kv}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from specmamba.kernels.paged_attention import AttentionMetadata, native_ops, reference, torch_ops
 from tests.kernels.test_attention_keys import layer_arguments
 from tests.kernels.test_paged_attention import DTYPES, assert_alike, make_layer, needs_native
+from tests.kernels.trees import mask_of
 from tests.pairwise import pairwise
 
 OPS = {"torch": torch_ops, "native": native_ops}
@@ -121,3 +122,41 @@ def test_large_scores(size: float) -> None:
     got, want = run("native", layer)[0], run("reference", layer)[0]
     assert torch.equal(got.isnan(), want.isnan())
     torch.testing.assert_close(got.nan_to_num(), want.nan_to_num(), rtol=1e-4, atol=1e-4)
+
+
+def alone(layer: dict[str, Any], query: int, pools: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+    """One query of a layer by itself, over pools that hold all keys."""
+    only = slice(query, query + 1)
+    of_query = {name: layer[name][:, only] for name in ("projected", "cos", "sin")}
+    places = {"write_slots": layer["write_slots"][only], "metadata": metadata}
+    return run("native", layer | of_query | places, k_pool=pools[0], v_pool=pools[1])[0][0, 0]
+
+
+@needs_native
+@DTYPES
+def test_exact_runs_give_a_query_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
+    layer = make_run([70], 90, dtype=dtype) | {"is_exact": True}
+    together, *pools = run("native", layer)
+    metadata = layer["metadata"]
+    for query in (0, 1, 33, 69):
+        own = replace(metadata, last=metadata.last[:, query : query + 1])
+        assert torch.equal(alone(layer, query, (pools[0], pools[1]), own), together[0, query])
+
+
+@needs_native
+@DTYPES
+@pytest.mark.parametrize("context", [3, 16, 45])
+def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(context: int, dtype: torch.dtype) -> None:
+    ancestors = mask_of(torch.tensor([[-1, 0, 0, 1, 2, 4, 4]]))
+    nodes = ancestors.shape[1]
+    layer = make_run([nodes], context + nodes, dtype=dtype)
+    table, rows = layer["metadata"].table, layer["metadata"].rows
+    before = torch.full((1, nodes), context - 1)
+    tree = AttentionMetadata(table, rows, before, context + nodes, 0, torch.tensor([context]), ancestors)
+    together, *pools = run("native", layer | {"metadata": tree})
+    for node in range(nodes):
+        path = ancestors[0, node].nonzero().flatten()
+        in_a_row = torch.cat([table[:, :context], table[:, context + path]], 1)
+        last = torch.tensor([[context + len(path) - 1]])
+        of_path = AttentionMetadata(in_a_row, rows, last, in_a_row.shape[1])
+        assert torch.equal(alone(layer, node, (pools[0], pools[1]), of_path), together[0, node])

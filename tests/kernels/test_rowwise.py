@@ -210,3 +210,13 @@ def test_native_code_reads_no_memory_of_others(name: str, arguments: Arguments) 
     """Shapes that do not fit are refused; in PyTorch they are an error of an operator."""
     with pytest.raises(ValueError):
         getattr(native_ops, name)(*arguments)
+
+
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sigmoid_has_the_same_bits_wherever_its_number_stands(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 1037) * 6).to(dtype)
+    found = native_ops.sigmoid(x)
+    torch.testing.assert_close(found.double(), reference.sigmoid(x.double()), **tolerance(dtype, terms=8))
+    for i in range(0, 1037, 61):
+        assert torch.equal(native_ops.sigmoid(x[:, i : i + 3]), found[:, i : i + 3])

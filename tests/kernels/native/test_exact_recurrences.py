@@ -129,7 +129,7 @@ class Walk:
             return
         b, slot, count = self.buffers, self.slots, torch.tensor([self.pending])
         given = b.states[slot], b.k, b.u, b.decay, count
-        materialized = state_records.fold(*given, is_exact=True)
+        materialized = state_records.fold_exactly(*given)
         of_layers = (x[None] for x in (b.states, b.conv_inputs, b.k, b.u, b.decay, self.windows))
         states, conv_inputs, k, u, decay, windows = of_layers
         whole = Buffers(states, conv_inputs, k, u, decay, windows, is_exact=True)
@@ -163,4 +163,4 @@ def test_other_forms_refuse() -> None:
         case.run("torch")
     b, count = Walk(case).buffers, torch.tensor([1])
     with pytest.raises(RuntimeError, match="native code"):
-        state_records.fold(b.states[:1].double(), b.k, b.u, b.decay, count, is_exact=True)
+        state_records.fold_exactly(b.states[:1].double(), b.k, b.u, b.decay, count)
