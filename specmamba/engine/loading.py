@@ -17,7 +17,6 @@ import torch
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, read_architecture, resolve_checkpoint
 from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
-from specmamba.engine.deterministic import require_exact
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
@@ -29,6 +28,7 @@ from specmamba.models.text.no_tokenizer import NoTokenizer
 from specmamba.models.text.tokenizer import Tokenizer, has_tokenizer
 from specmamba.models.text.tokenizer_backend import OR_WITHOUT
 from specmamba.parallel.ranks import ONE_RANK, Ranks
+from specmamba.verify.exact_bits import require_exact
 
 logger = logging.getLogger("specmamba")
 
