@@ -165,7 +165,13 @@ FOREIGN = {
     "docs/coming_from.md": in_first_column("docs/coming_from.md") | {"--speculative-config"},
     "deploy/README.md": {"--publish", "--env", "--stop-timeout", "--read-only", "--tmpfs", "--user"},  # Docker's
     "docs/benchmarking_clients.md": {"--tokenizer", "--data", "--backend", "--endpoint"},  # load generators'
-    "docs/scaling.md": {"--policy", "--worker-urls"},  # of SGLang's router
+    "docs/scaling.md": {
+        "--policy",
+        "--worker-urls",
+        "--pd-disaggregation",
+        "--prefill",
+        "--decode",
+    },  # of SGLang's router
     # SGLang's, which does not exist here; and those of ``specmamba cache``, which is no configuration
     "docs/prefix_cache.md": {"--enable-cache-report", "--size", "--all"},
 }
