@@ -451,6 +451,32 @@ def test_likeliest_tokens(form: str, size: int, k: int, dtype: torch.dtype) -> N
         assert torch.equal(tokens, want_tokens)  # ties too
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "num_top"), [(1, 0), (7, 7), (700, 1), (5000, 20)])
+def test_log_probabilities_of_tokens(form: str, size: int, num_top: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = (torch.randn(2, 3, size, generator=generator) * 5).to(dtype)
+    tokens = torch.randint(size, (2, 3), generator=generator)
+    own, top, top_tokens = (native_ops if form == "native" else torch_ops).token_logprobs(logits, tokens, num_top)
+    want = logits.double().log_softmax(-1)
+    torch.testing.assert_close(own.double(), want.gather(-1, tokens[..., None])[..., 0], rtol=1e-6, atol=2e-6)
+    assert (top.shape, top_tokens.shape, top_tokens.dtype) == ((2, 3, num_top), (2, 3, num_top), torch.int64)
+    torch.testing.assert_close(top.double(), want.gather(-1, top_tokens), rtol=1e-6, atol=2e-6)
+    order = logits.float().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(logits.float().gather(-1, top_tokens), order.values[..., :num_top])
+    if form == "native":
+        assert torch.equal(top_tokens, order.indices[..., :num_top])  # of equal ones the lower id first
+        alone = native_ops.token_logprobs(logits[1:, 2:], tokens[1:, 2:], num_top)
+        assert all(torch.equal(x, y[1:, 2:]) for x, y in zip(alone, (own, top, top_tokens), strict=True))
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_native_code_refuses_log_probabilities_that_do_not_fit() -> None:
+    for tokens, num_top in ((torch.zeros(2, dtype=torch.int64), 1), (torch.zeros(1, dtype=torch.int64), 4)):
+        with pytest.raises(ValueError, match="do not fit"):
+            native_ops.token_logprobs(torch.zeros(1, 3), tokens, num_top)
+
+
 def test_likeliest_tokens_of_logits_that_are_not_finite(form: str) -> None:
     logits = torch.zeros(4, 600)
     logits[0, 5], logits[0, 599] = torch.inf, 3
