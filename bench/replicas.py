@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -26,12 +25,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from specmamba.bench.serving.events import events_of
 from specmamba.bench.serving.server import signals_end_the_context
 from specmamba.bench.soak.server import ServerProcess, server_process
 from specmamba.config import EngineConfig
 from specmamba.measure.command import Page, Report, in_turns, put_out, run_command
 from specmamba.measure.prompts import bundled_texts, model_name
-from specmamba.measure.report import Count, JsonOption, machine, median_with_range, progress_bar, require, versions
+from specmamba.measure.report import (
+    Count,
+    JsonOption,
+    machine,
+    median_with_range,
+    progress_bar,
+    range_text,
+    require,
+    versions,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -154,10 +163,7 @@ async def _ask(http: httpx.AsyncClient, prompt: str, max_tokens: int) -> Turn:
     began, times, text, usage = time.perf_counter(), list[float](), "", dict[str, Any]()
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        async for event in events_of(answer):
             usage = event.get("usage") or usage
             if event["choices"]:
                 times.append(time.perf_counter())
@@ -184,13 +190,11 @@ def print_report(report: Report) -> None:
         f"{report['turns']} turns, {report['dp_size']} replicas"
     )
     names = ("resumed", "first_token_s", "tokens_per_second", "gap_alone_ms")
-    rows = [(way, *(_text(figures[name]) for name in names)) for way, figures in report["ways"].items()]
+    rows = [
+        (way, *(range_text(figures[name], "{:.4g}".format) for name in names))
+        for way, figures in report["ways"].items()
+    ]
     page.table(("", "resumed", "first token, s", "tokens/s", "between events alone, ms"), rows)
-
-
-def _text(figure: Mapping[str, Any]) -> str:
-    low, high = figure["range"]
-    return f"{figure['median']:.4g} ({low:.4g}-{high:.4g})"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ _HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:
 _KEY_RULE = "a key is printable text without commas and spaces"
 _MAX_KEY_FILE_BYTES = 1 << 20
 MIN_SHARED_KEY = 16  # characters: proofs of a shorter key could be guessed by those who see them
+Placement = Literal["prefix", "round_robin"]  # of requests on replicas
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -108,7 +109,7 @@ class ServerConfig(EngineConfig):
         int, Field(ge=1, le=64, description="copies of the model behind this port, each in a process of its own")
     ] = 1
     dp_placement: Annotated[
-        Literal["prefix", "round_robin"],
+        Placement,
         Field(description="which copy gets a request: the one with the least to compute for it, or each in turn"),
     ] = "prefix"
     disaggregation_mode: Annotated[

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from specmamba.bench.handoffs.options import HandoffsBenchConfig
 from specmamba.bench.serving.server import signals_end_the_context
 from specmamba.measure.command import Page, Report, put_out, run_command
-from specmamba.measure.report import machine, require, versions
+from specmamba.measure.report import machine, range_text, require, three_digits, versions
 
 if TYPE_CHECKING:
     from specmamba.bench.handoffs.rounds import Played
@@ -115,16 +115,7 @@ def print_report(report: Report) -> None:
 
 
 def _texts(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [_text(row[name]) if name in row else "-" for name in names]
-
-
-def _text(figure: Mapping[str, Any]) -> str:
-    low, high = map(_number, figure["range"])
-    return f"{_number(figure['median'])} ({low}-{high})"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return [range_text(row[name], three_digits) if name in row else "-" for name in names]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 
 from specmamba.bench.handoffs.servers import Way
+from specmamba.bench.serving.events import events_of
 from specmamba.errors import SpecmambaError
 
 PATH = "/v1/completions"
@@ -105,10 +105,7 @@ class Clients:
         began, events, total = time.perf_counter(), list[Event](), 0
         async with self._opened[-1].stream("POST", PATH, json=body | {"stream": True, "stream_options": usage}) as got:
             await _check(got)
-            async for line in got.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            async for event in events_of(got):
                 if "error" in event:
                     raise SpecmambaError(f"a stream has failed: {event['error']}")
                 if not event["choices"] or (tokens := event["usage"]["completion_tokens"]) == total:

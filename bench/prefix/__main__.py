@@ -21,6 +21,7 @@ from typing import Any
 from specmamba.bench.prefix.engines import SHARING, PrefixBenchConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, put_out, run_command, versions_text
+from specmamba.measure.report import range_text
 
 PROG = "specmamba bench prefix"
 Figures = Mapping[str, Any]
@@ -164,10 +165,7 @@ def _about_disk(disk: Figures | None) -> list[str]:
 def _about_writing(writing: Figures | None) -> list[str]:
     if writing is None:
         return []
-    ratios = [
-        f"{name} {ratio['median']:.3f} ({ratio['range'][0]:.3f}-{ratio['range'][1]:.3f})"
-        for name, ratio in (("p50", writing["p50_ratio"]), ("p99", writing["p99_ratio"]))
-    ]
+    ratios = [f"{name} {range_text(writing[f'{name}_ratio'], '{:.3f}'.format)}" for name in ("p50", "p99")]
     line = (
         f"time between tokens of {writing['streams']} streams while prefixes of {writing['prompt_tokens']} tokens go "
         f"to disk, over that without a disk: {', '.join(ratios)}; {writing['written_bytes']} bytes written, "

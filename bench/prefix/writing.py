@@ -14,15 +14,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from specmamba.bench.prefix.disk import drain, folder_for
 from specmamba.bench.prefix.engines import Demand, PrefixBenchConfig, pool_flags, start_engine
 from specmamba.bench.prefix.run import warm_up
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.errors import ConfigError
 from specmamba.measure.command import in_turns
-from specmamba.measure.report import median_with_range, progress_bar
+from specmamba.measure.report import median_with_range, percentile, progress_bar
 from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -123,11 +121,9 @@ def figures_of(rounds: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     if min(len(gaps) for each in rounds for gaps in each.values()) < MIN_GAPS:
         raise ConfigError(f"--writing-tokens: fewer than {MIN_GAPS} times between tokens; raise it, or --concurrency")
     figures: dict[str, Any] = {}
-    for percentile in (50, 99):
-        times = {
-            name: [1e3 * float(np.percentile(each[name], percentile)) for each in rounds] for name in (WITH, WITHOUT)
-        }
-        figures[f"p{percentile}_ms"] = {name: median_with_range(values, 3) for name, values in times.items()}
+    for q in (50, 99):
+        times = {name: [1e3 * percentile(each[name], q) for each in rounds] for name in (WITH, WITHOUT)}
+        figures[f"p{q}_ms"] = {name: median_with_range(values, 3) for name, values in times.items()}
         ratios = [one / other for one, other in zip(times[WITH], times[WITHOUT], strict=True)]
-        figures[f"p{percentile}_ratio"] = median_with_range(ratios, 3)
+        figures[f"p{q}_ratio"] = median_with_range(ratios, 3)
     return figures

@@ -30,7 +30,17 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, in_turns, put_out, run_command
 from specmamba.measure.prompts import bundled_texts
-from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, progress_bar, split_numbers, versions
+from specmamba.measure.report import (
+    Count,
+    JsonOption,
+    NoRadixCache,
+    machine,
+    progress_bar,
+    range_text,
+    split_numbers,
+    three_digits,
+    versions,
+)
 
 PROG = "python -m specmamba.bench.ranks"
 WORKER = (sys.executable, "-P", "-m", "specmamba.bench.ranks.worker")
@@ -163,7 +173,7 @@ def print_report(report: Report) -> None:
             (
                 row["way"],
                 str(row["batch"]),
-                *(_text(row[name]) for name in names),
+                *(range_text(row[name], three_digits) for name in names),
                 *(_percent(row.get(name)) for name in shares),
                 _kibibytes(row),
             )
@@ -181,15 +191,6 @@ def _percent(figure: Mapping[str, Any] | None) -> str:
         return "-"
     low, high = figure["range"]
     return f"{100 * figure['median']:.0f}% ({100 * low:.0f}-{100 * high:.0f})"
-
-
-def _text(figure: Mapping[str, Any]) -> str:
-    low, high = map(_number, figure["range"])
-    return f"{_number(figure['median'])} ({low}-{high})"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _counted(number: int, what: str) -> str:

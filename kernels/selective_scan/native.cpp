@@ -7,6 +7,7 @@
 #include "replayable.h"
 #include "state_records/chunk.h"
 #include "state_records/operands.h"
+#include "state_records/paths.h"
 
 namespace {
 
@@ -87,17 +88,13 @@ void for_blocks(int64_t batch, int64_t steps, int64_t M, int64_t C, int num_thre
   });
 }
 
-// The parents of a row's nodes, the last of their ancestors; -1 for those without one.
+// The parents of a row's nodes; -1 for those without one.
 const int64_t* parents_of(const Trees& trees, int64_t b) {
   thread_local std::vector<int64_t> of_thread;
   const int64_t count = trees.count(b);
   const bool* ancestors = trees.ancestors + b * trees.ancestors_batch;
   of_thread.resize(count);
-  for (int64_t i = 0; i < count; ++i) {
-    int64_t parent = i - 1;
-    while (parent >= 0 && !ancestors[i * trees.nodes + parent]) --parent;
-    of_thread[i] = parent;
-  }
+  for (int64_t i = 0; i < count; ++i) of_thread[i] = parent_of(ancestors + i * trees.nodes, i);
   return of_thread.data();
 }
 

@@ -98,18 +98,7 @@ def tree_verify_snapshots(
 
 
 def fold(state: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, num_pending: Tensor) -> Tensor:
-    """Advance checkpoints over their pending records.
-
-    Args:
-        state: [B, 1, M, C] float32, not modified.
-        b: records [B, R, 1, M] float32.
-        u, dt: records [B, R, 1, C] float32.
-        rates: [M, C] float32, or [B, M, C] where the states are those of B layers.
-        num_pending: [B] int64; rows with 0 keep their state.
-
-    Returns:
-        New states [B, 1, M, C].
-    """
+    """Record after record, all rows and channels at once; rows with fewer records than others keep their state."""
     return _after_pending(state, (b, u, dt), rates, num_pending, u.shape[1])
 
 

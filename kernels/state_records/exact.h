@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "state_records/chunk.h"
+#include "state_records/paths.h"
 #include "state_records/state.h"
 
 namespace specmamba {
@@ -121,9 +122,8 @@ class ExactBlocks {
     parents_.resize(nodes), places_.resize(nodes);
     last_child_.assign(nodes + 1, -1), free_.clear();  // the first: of no node
     for (int64_t i = 0; i < nodes; ++i) {
-      int64_t parent = i - 1;
-      while (parent >= 0 && !ancestors[i * distance + parent]) --parent;
-      parents_[i] = parent, last_child_[parent + 1] = i;
+      parents_[i] = parent_of(ancestors + i * distance, i);
+      last_child_[parents_[i] + 1] = i;
     }
     count_ = 1;
     for (int64_t i = 0; i < nodes; ++i) {

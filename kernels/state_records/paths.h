@@ -9,6 +9,13 @@
 
 namespace specmamba {
 
+// The parent of a node, the last of its ancestors; -1: it has none. `ancestors` [nodes] is true from these and from itself.
+inline int64_t parent_of(const bool* ancestors, int64_t node) {
+  int64_t parent = node - 1;
+  while (parent >= 0 && !ancestors[parent]) --parent;
+  return parent;
+}
+
 // Row j is pending record j, or node j - pending. Memory is kept from tree to tree.
 class Paths {
  public:

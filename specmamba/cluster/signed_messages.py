@@ -26,28 +26,22 @@ class SignedMessages(Messages):
 
     def __init__(self, link: PeerLink) -> None:
         """Take over the connection of a link."""
-        connection, self._key, self._labels = link.handed_over()
+        connection, self._signer = link.handed_over()
         connection.settimeout(None)
         # no TCP_USER_TIMEOUT: a server without requests reads nothing, which must not end the connection
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         super().__init__(connection)
-        self._counts = [0, 0]  # lines sent and received
 
     def _sealed(self, line: bytes) -> bytes:
-        return self._signature(0, line) + line
+        return self._signer.of_sent(line).hex().encode() + line
 
     def _opened(self, line: bytes) -> bytes:
         signature, line = line[:_SIGNATURE_CHARACTERS], line[_SIGNATURE_CHARACTERS:]
-        if not hmac.compare_digest(signature, self._signature(1, line + b"\n")):
+        if not hmac.compare_digest(signature, self._signer.of_received(line + b"\n").hex().encode()):
             raise ValueError("a message is not what the other side has sent")
         return line
-
-    def _signature(self, direction: int, line: bytes) -> bytes:
-        number = self._counts[direction].to_bytes(8, "little")
-        self._counts[direction] += 1
-        return hmac.digest(self._key, self._labels[direction] + number + line, "sha256").hex().encode()
 
 
 def connect(host: str, port: int, key: bytes) -> SignedMessages:

@@ -145,6 +145,17 @@ def median_with_range(values: Sequence[float], digits: int) -> dict[str, Any]:
     }
 
 
+def range_text(figure: Mapping[str, Any], number: Callable[[float], str]) -> str:
+    """A figure of ``median_with_range`` as "median (smallest-largest)", each written by ``number``."""
+    low, high = map(number, figure["range"])
+    return f"{number(figure['median'])} ({low}-{high})"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, or all that stand before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
     """Share of distinct runs of four tokens; far below 1 the text loops, which makes it easy to draft."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]

@@ -16,13 +16,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from specmamba.config import CommandLine
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.report import Count, JsonFile, progress_bar
+from specmamba.server_config import Placement
 
 if TYPE_CHECKING:
     from specmamba.scale_sim.request_trace import TraceRequest
@@ -50,7 +51,7 @@ class ScaleSimConfig(JsonFile, CommandLine):
         tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, description="numbers to try")
     ] = (1, 2, 4)
     placements: Annotated[
-        tuple[Literal["prefix", "round_robin"], ...],
+        tuple[Placement, ...],
         Field(min_length=1, description="ways to choose a replica, as --dp-placement"),
     ] = ("prefix", "round_robin")
     kv_tokens: Annotated[Size, Field(description="of one replica's KV pool")] = 1 << 18

@@ -6,15 +6,14 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from specmamba.replicas.placement import choose
 from specmamba.scale_sim.request_trace import TraceRequest
 from specmamba.scale_sim.simulated_replica import ReplicaModel, Running, SimulatedReplica
-
-Placement = Literal["prefix", "round_robin"]
+from specmamba.server_config import Placement
 
 
 class Fleet:

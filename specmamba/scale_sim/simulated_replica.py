@@ -20,10 +20,10 @@ from specmamba.cache.prefix.node import Match, Node, Tokens
 from specmamba.cache.prefix.state_places import spare_ends
 from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
+from specmamba.engine.cache_manager import SPARE_SHARE
 from specmamba.scale_sim.request_trace import TraceRequest
 
 LRU_COSTS = Costs(1, 1, 1.0, 1.0)  # which only another policy reads
-SPARE_SHARE = 0.25  # of the state slots, as in the engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ itself. Keys and values of the context are the same for all blocks.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmamba.train.head import EPS, ROPE_THETA, FeedForward, HeadShape, Norm, replace_file, rotary_of, rotate
+from specmamba.train.head import (
+    FeedForward,
+    HeadShape,
+    Norm,
+    own_tensors,
+    rotary_of,
+    rotate,
+    shape_config,
+    write_folder,
+)
 
 Angles = tuple[Tensor, Tensor]
 
@@ -135,11 +143,7 @@ class BlockHead(nn.Module):
 
 def write_block_head(folder: Path, head: BlockHead, layers: tuple[int, ...], max_positions: int) -> None:
     """Write model.safetensors and config.json; arguments as for ``write_head``."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in head.named_parameters()}
-    tensors["fc.weight"] = tensors["fc.weight"] / tensors.pop("scales")
-    replace_file(folder, tensors)
-    config = block_config(head.shape, layers, max_positions)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf8")
+    write_folder(folder, own_tensors(head), block_config(head.shape, layers, max_positions))
 
 
 def block_config(shape: BlockShape, layers: tuple[int, ...], max_positions: int) -> dict[str, Any]:
@@ -147,23 +151,11 @@ def block_config(shape: BlockShape, layers: tuple[int, ...], max_positions: int)
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
+        **shape_config(shape, max_positions),
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": EPS,
-        "rope_theta": ROPE_THETA,
-        "max_position_embeddings": max_positions,
-        "vocab_size": shape.vocab_size,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
         "block_size": shape.block_size,
         "dflash_config": {
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": [layer - 1 for layer in layers],
         },
-        "dtype": "float32",
     }

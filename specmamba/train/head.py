@@ -217,27 +217,32 @@ def write_head(folder: Path, head: Eagle3Head, layers: tuple[int, ...], max_posi
         layers: layers of the target in front of which it reads.
         max_positions: tokens of the longest text of the target.
     """
-    replace_file(folder, head_tensors(head))
-    config = head_config(head.shape, layers, max_positions)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf8")
+    write_folder(folder, head_tensors(head), head_config(head.shape, layers, max_positions))
 
 
-def replace_file(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write model.safetensors in one go."""
+def write_folder(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write model.safetensors, in one go, and config.json."""
     folder.mkdir(exist_ok=True)
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, {"format": "pt"})
     os.replace(partial, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf8")
 
 
 def head_tensors(head: Eagle3Head) -> dict[str, Tensor]:
     """The tensors by their names in the layout. Draft token i is target token i + d2t[i]; t2d marks drafted tokens."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in head.named_parameters()}
-    tensors["fc.weight"] = tensors["fc.weight"] / tensors.pop("scales")
+    tensors = own_tensors(head)
     if head.target_ids is not None:
         ids = head.target_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(head.shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def own_tensors(head: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a head by their names, with the divisors of features in its ``fc``."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in head.named_parameters()}
+    tensors["fc.weight"] = tensors["fc.weight"] / tensors.pop("scales")
     return tensors
 
 
@@ -250,11 +255,21 @@ def head_config(shape: HeadShape, layers: tuple[int, ...], max_positions: int) -
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
+        **shape_config(shape, max_positions),
+        "target_hidden_size": shape.hidden_size,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": shape.draft_vocab_size,
+        ids: list(layers),
+        "eagle_config": {ids: [layer - 1 for layer in layers], "use_aux_hidden_state": True},
+    }
+
+
+def shape_config(shape: HeadShape, max_positions: int) -> dict[str, Any]:
+    """The fields of config.json that heads of every kind have."""
+    return {
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
-        "target_hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
@@ -262,10 +277,7 @@ def head_config(shape: HeadShape, layers: tuple[int, ...], max_positions: int) -
         "rope_theta": ROPE_THETA,
         "max_position_embeddings": max_positions,
         "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
         "attention_bias": False,
         "tie_word_embeddings": False,
-        ids: list(layers),
-        "eagle_config": {ids: [layer - 1 for layer in layers], "use_aux_hidden_state": True},
         "dtype": "float32",
     }

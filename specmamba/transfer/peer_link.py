@@ -36,6 +36,27 @@ class LinkError(Exception):
         self.reason: TierMiss = reason
 
 
+class Signer:
+    """Signatures of what goes over one connection, each for the next message of its direction."""
+
+    def __init__(self, key: bytes, labels: tuple[bytes, bytes]) -> None:
+        """``key``: of the connection; ``labels``: of what is sent, and of what is received."""
+        self._key, self._labels, self._counts = key, labels, [0, 0]
+
+    def of_sent(self, data: bytes | bytearray | memoryview) -> bytes:
+        """The signature of the next message that is sent."""
+        return self._next(0, data)
+
+    def of_received(self, data: bytes | bytearray | memoryview) -> bytes:
+        """The signature that the next message must have that is received."""
+        return self._next(1, data)
+
+    def _next(self, direction: int, data: bytes | bytearray | memoryview) -> bytes:
+        number = self._counts[direction].to_bytes(8, "little")
+        self._counts[direction] += 1
+        return hmac.digest(self._key, self._labels[direction] + number + bytes(data), "sha256")
+
+
 class PeerLink:
     """One connection, used by one thread; ``hang_up`` may come from any.
 
@@ -47,9 +68,7 @@ class PeerLink:
         self._connection, self.deadline = connection, deadline
         with suppress(OSError):  # the other side has gone already, which a read tells
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._key = b""
-        self._labels = b"", b""  # of what is sent, and received
-        self._counts = [0, 0]
+        self._signer = Signer(b"", (b"", b""))  # until both sides have proven the key
 
     @classmethod
     def accept(cls, connection: socket.socket, key: bytes, deadline: float) -> PeerLink:
@@ -100,12 +119,12 @@ class PeerLink:
         self._begin(key, nonces, (b"client", b"server"))
 
     def _begin(self, key: bytes, nonces: bytes, labels: tuple[bytes, bytes]) -> None:
-        self._key, self._labels = _proof(key, b"session", nonces), labels
+        self._signer = Signer(_proof(key, b"session", nonces), labels)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message: a few plain values."""
         data = json.dumps(message, separators=(",", ":")).encode()
-        self.write(_LENGTH.pack(len(data)) + self._signature(0, data) + data)
+        self.write(_LENGTH.pack(len(data)) + self._signer.of_sent(data) + data)
 
     def receive(self) -> dict[str, Any]:
         """Wait for a message."""
@@ -113,7 +132,7 @@ class PeerLink:
         if length > MAX_MESSAGE_BYTES:
             raise LinkError("damaged")
         signature, data = self.read(PROOF_BYTES), self.read(length)
-        if not hmac.compare_digest(signature, self._signature(1, data)):
+        if not hmac.compare_digest(signature, self._signer.of_received(data)):
             raise LinkError("damaged")
         with suppress(ValueError, RecursionError):
             if isinstance(message := json.loads(data), dict):
@@ -128,7 +147,7 @@ class PeerLink:
         header, *parts = encode(entry)
         for part in (header, *parts):
             self.write(part)
-        self.write(self._signature(0, header))
+        self.write(self._signer.of_sent(header))
 
     def read_entry(self, layout: EntryLayout, max_tokens: int) -> Entry:
         """Read an entry of this layout and at most so many tokens; the reasons of codec.EntryError are added."""
@@ -137,7 +156,7 @@ class PeerLink:
             entry = read_entry(stream, layout, max_tokens)
         except EntryError as error:
             raise LinkError(error.fault) from None
-        if not hmac.compare_digest(self.read(PROOF_BYTES), self._signature(1, bytes(stream.header))):
+        if not hmac.compare_digest(self.read(PROOF_BYTES), self._signer.of_received(stream.header)):
             raise LinkError("damaged")
         return entry
 
@@ -174,9 +193,9 @@ class PeerLink:
         except OSError:
             raise LinkError("cut") from None
 
-    def handed_over(self) -> tuple[socket.socket, bytes, tuple[bytes, bytes]]:
-        """Leave the connection to another protocol: with its key, and the labels of what is sent and received."""
-        return self._connection, self._key, self._labels
+    def handed_over(self) -> tuple[socket.socket, Signer]:
+        """Leave the connection to another protocol."""
+        return self._connection, self._signer
 
     def hang_up(self) -> None:
         """End the connection: the thread that uses it gets "cut", and then closes it.
@@ -190,11 +209,6 @@ class PeerLink:
         """End the connection, and free it."""
         self.hang_up()
         self._connection.close()
-
-    def _signature(self, direction: int, data: bytes | memoryview) -> bytes:
-        number = self._counts[direction].to_bytes(8, "little")
-        self._counts[direction] += 1
-        return hmac.digest(self._key, self._labels[direction] + number + bytes(data), "sha256")
 
 
 class _Recorded:

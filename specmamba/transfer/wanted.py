@@ -37,7 +37,7 @@ class Wanted:
     def of(cls, message: Mapping[str, Any]) -> Wanted:
         """Read a message. Raises LinkError: it is none."""
         fields = {"room": int, "text": str, "layout": str, "start": int, "end": int, "wait_s": float}
-        given = {name: message.get(name) for name in fields}
+        given: dict[str, Any] = {name: message.get(name) for name in fields}
         if not all(isinstance(given[name], kind) for name, kind in fields.items()):
             raise LinkError("damaged")
-        return cls(**given)  # type: ignore[arg-type]
+        return cls(**given)

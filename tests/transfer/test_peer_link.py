@@ -145,4 +145,4 @@ def test_a_thread_that_reads_is_freed_by_a_hang_up() -> None:
 
 def test_every_connection_has_another_key() -> None:
     with links() as (first, _), links() as (second, _):
-        assert first._key != second._key
+        assert first._signer._key != second._signer._key
