@@ -14,7 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tests.repository import ROOT
 
@@ -43,6 +43,19 @@ class Terminal:
         new = self._shown[self._seen : self._seen + found.end()]
         self._seen += found.end()
         return new.decode(errors="replace")
+
+    def interrupt(self, pattern: str, every_s: float = 10.0, times: int = 6) -> str:
+        """Press Ctrl-C until a pattern is shown.
+
+        CPython's readline looks for signals only where one interrupts its wait for a key: one that comes just after the
+        last key was read waits for the next (``readline_until_enter_or_signal``).
+        """
+        for _ in range(times - 1):
+            self.type("\x03")
+            with suppress(AssertionError):
+                return self.wait_for(pattern, every_s)
+        self.type("\x03")
+        return self.wait_for(pattern, every_s)
 
     def wait_for_end(self, timeout_s: float = 120.0) -> int:
         """Wait for the program's end. Returns its exit status."""

@@ -118,8 +118,7 @@ def test_on_a_terminal(served: Served, engine: FakeEngine, tmp_path: Path) -> No
         engine.step_s = 0.0
         terminal.type("thrown away")
         terminal.wait_for("away")
-        terminal.type("\x03")
-        terminal.wait_for("\n> ")
+        terminal.interrupt("\n> ")
         terminal.type("/undo\n")
         terminal.wait_for(r"taken back: two\.\.\.\].*\n> ")
         terminal.type("\x1b[A\x1b[A")
