@@ -7,7 +7,7 @@ from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.rowwise import native_ops, torch_ops
 
-__all__ = ["delta_inputs", "gated_rms_norm", "rms_norm", "rotary_angles", "rotate", "sigmoid", "silu_mul"]
+__all__ = ["add_rms_norm", "delta_inputs", "gated_rms_norm", "rms_norm", "rotary_angles", "rotate", "sigmoid", "silu_mul"]
 
 
 @operator(
@@ -29,6 +29,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: the weight has another shape (native form).
     """
     return torch_ops.rms_norm(x, weight, eps)
+
+
+@operator(
+    triton=lambda x, added, weight, _: x.dtype is added.dtype and gpu.can_launch(x, added, weight),
+    native=lambda x, added, weight, _: x.dtype is added.dtype and native_ops.can_take(x, weight),
+)
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added, rounded to their dtype, and ``rms_norm`` of that: a residual stream and the input of its next layer.
+
+    Args:
+        x, added: [..., D] of one dtype.
+        weight: [D] float32.
+        eps: added to the mean of the squares.
+
+    Returns:
+        The sum and its norm, both in x's shape and dtype: the bits of an addition and ``rms_norm`` one after the other.
+
+    Raises:
+        ValueError: x, added and weight differ in shape (native form).
+    """
+    return torch_ops.add_rms_norm(x, added, weight, eps)
 
 
 @operator(

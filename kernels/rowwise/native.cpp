@@ -50,6 +50,17 @@ void run_norm(const Norm& p, int num_threads) {
              [&](int64_t t) { normalize_token<X, Y, Kind>(p, t); });
 }
 
+// What is normed is x + gate, which is kept in `total`, [tokens, width], rounded to T.
+template <typename T>
+void run_add_norm(const Norm& p, T* total, int num_threads) {
+  for_tokens(live_rows(p.tokens, p.live), p.width, num_threads, [&](int64_t t) {
+    const T *x = static_cast<const T*>(p.x) + t * p.x_stride, *added = static_cast<const T*>(p.gate) + t * p.gate_stride;
+    T* sum = total + t * p.width;
+    for_vectors(p.width, [&](int64_t i, auto lanes) { store(sum + i, load(x + i, lanes) + load(added + i, lanes), lanes); });
+    normalize<Gate::kNone>(sum, sum, p.weight, p.width, static_cast<float>(p.eps), static_cast<T*>(p.y) + t * p.width);
+  });
+}
+
 template <typename T>
 void run_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, int num_threads) {
   for_tokens(tokens, width, num_threads, [&](int64_t t) {
@@ -140,6 +151,11 @@ void rowwise_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
               : run_norm<float, float, Gate::kNone>(*p, num_threads);
 }
 
+void rowwise_add_rms_norm(const Norm* p, void* total, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_add_norm(*p, static_cast<BFloat16*>(total), num_threads)
+              : run_add_norm(*p, static_cast<float*>(total), num_threads);
+}
+
 // x is float32; y and the gate are bfloat16 or float32.
 void rowwise_gated_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
   auto run = [&](auto type) {
@@ -192,6 +208,7 @@ void rowwise_delta_inputs(const DeltaInputs* p, int is_bfloat16, int num_threads
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(rowwise_rms_norm)
+SPECMAMBA_REPLAYABLE(rowwise_add_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_gated_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_silu_mul)
 SPECMAMBA_REPLAYABLE(rowwise_sigmoid)

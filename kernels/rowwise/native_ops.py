@@ -63,6 +63,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One call for sum and norm."""
+    require(added.shape == x.shape and weight.shape == x.shape[-1:], "x, added and weight do not fit")
+    (x, x_stride), added, weight = tokens_of(x, 1), added.contiguous(), weight.contiguous()
+    total, y = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
+    width = x.shape[-1]
+    tokens = y.numel() // width
+    norm = _Norm(
+        *(x.data_ptr(), added.data_ptr(), weight.data_ptr(), y.data_ptr(), live_count(y.shape, tokens)),
+        *(tokens, 1, width, x_stride, width, 0, False),
+        eps,
+    )
+    is_bfloat16 = x.dtype is torch.bfloat16
+    library.required(code()).rowwise_add_rms_norm(norm, total.data_ptr(), is_bfloat16, torch.get_num_threads())
+    return total, y
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """One call for norm and gate."""
     heads, width = x.shape[-2:]
@@ -177,6 +194,7 @@ def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     arguments: dict[str, list[Any]] = {
         "rms_norm": [POINTER(_Norm)],
+        "add_rms_norm": [POINTER(_Norm), c_void_p],
         "gated_rms_norm": [POINTER(_Norm)],
         "silu_mul": [c_void_p, c_void_p, c_int64, c_void_p, c_int64],
         "sigmoid": [c_void_p, c_void_p, c_int64],

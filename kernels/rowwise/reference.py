@@ -16,6 +16,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, added [T, D], weight [D] -> x + added, and rms_norm of what that was rounded to, in x's dtype."""
+    total = (_widened(x) + _widened(added)).to(x.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """x, gate [T, H, D], weight [D] -> rms_norm(x) * silu(gate), or times sigmoid(gate), in the gate's dtype."""
     factor = 1 / (1 + torch.exp(-_widened(gate))) if is_sigmoid else _silu(_widened(gate))

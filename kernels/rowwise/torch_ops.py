@@ -19,6 +19,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * _inverse_root(x, 1.0 / x.shape[-1], eps)).mul_(weight).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, then its norm."""
+    total = x + added
+    return total, rms_norm(total, weight, eps)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """The norm, then the gate in float32."""
     scaled = (x * _inverse_root(x, 1.0 / x.shape[-1], eps)).mul_(weight)

@@ -46,8 +46,10 @@ def _place(rows, num_heads, length, stride_b, stride_t, stride_h):
 def norm_kernel(
     x,  # [B, L, H, D]
     gate,  # [B, L, H, D] or None
+    added,  # [B, L, H, D] contiguous, or None
     weight,  # [D], or [H, D]
     y,  # [B, L, H, D] contiguous
+    total,  # [B, L, H, D] contiguous; None without ``added``
     eps,
     num_rows,  # B L H
     length,
@@ -63,13 +65,18 @@ def norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """RMSNorm of rows of D values, gated where there is a gate."""
+    """RMSNorm of rows of D values, gated where there is a gate; of x + added, which is kept, where that is given."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_D)
     is_column = columns < width
     mask = (rows < num_rows)[:, None] & is_column[None, :]
     at = _place(rows, num_heads, length, x_stride_b, x_stride_t, x_stride_h)
     wide = tl.load(x + at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if added is not None:
+        at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+        summed = (wide + tl.load(added + at, mask=mask, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, summed, mask=mask)
+        wide = summed.to(tl.float32)
     at = (rows % num_heads)[:, None] * weight_stride_h + columns[None, :]
     factor = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)[:, None] * factor

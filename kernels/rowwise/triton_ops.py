@@ -53,6 +53,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, None, weight, eps, x.dtype)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One launch for sum and norm."""
+    assert added.shape == x.shape, "x and added do not fit"
+    assert added.dtype is x.dtype, "x and added differ in dtype"
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, _norm(x, None, weight, eps, x.dtype, (added.contiguous(), total))
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
     """One launch for norm and gate, of which SiLU is taken."""
     assert not is_sigmoid, "the gate has no sigmoid here"
@@ -60,7 +68,15 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmo
     return _norm(x, gate, weight, eps, gate.dtype)
 
 
-def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _norm(
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    sums: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """``sums``: what is added to x before, and where the sum is kept; both dense."""
     assert weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape"
     y, weight = torch.empty(x.shape, dtype=dtype, device=x.device), dense(weight)
     if y.numel() == 0:
@@ -70,7 +86,7 @@ def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: tor
     rows, tile = y.numel() // width, row_tile(width)
     launch(
         *(kernels.norm_kernel, (num_blocks(rows, tile.rows),), tile, _row_constants(tile)),
-        *(x, gate, weight, y, eps, rows, length, heads, width, *x.stride()[:3]),
+        *(x, gate, sums[0], weight, y, sums[1], eps, rows, length, heads, width, *x.stride()[:3]),
         *((0, 0, 0) if gate is None else gate.stride()[:3]),
         weight.stride(0) if weight.dim() == 2 else 0,
     )
@@ -194,6 +210,7 @@ def variants() -> list[Variant]:
         _variant("rms_norm bf16 D=4096", norm, {"x": "bf16", "y": "bf16"}, row_tile(4096)),
         _variant("rms_norm bf16 D=128", norm, {"x": "bf16", "y": "bf16"}, row_tile(128)),
         _variant("rms_norm fp32 D=4096", norm, {"x": "fp32", "y": "fp32"}, row_tile(4096)),
+        _variant("add_rms_norm bf16 D=4096", norm, dict.fromkeys(("x", "added", "total", "y"), "bf16"), row_tile(4096)),
         _variant("gated_rms_norm bf16 D=128", norm, {"x": "fp32", "gate": "bf16", "y": "bf16"}, row_tile(128)),
         _variant(
             *("silu_mul bf16", kernels.silu_mul_kernel, {"gate_up": "bf16", "y": "bf16"}, silu_tile(12288)),
@@ -217,8 +234,7 @@ def _variant(
     name: str, kernel: Any, pointers: Mapping[str, str], tile: Tile, constants: Mapping[str, Any] | None = None
 ) -> Variant:
     constants = dict(_row_constants(tile) if constants is None else constants)
-    if "gate" in kernel.arg_names and "gate" not in pointers:
-        constants["gate"] = None
+    constants |= {x: None for x in ("gate", "added", "total") if x in kernel.arg_names and x not in pointers}
     types = {x: f"*{dtype}" for x, dtype in {"weight": "fp32", **pointers}.items()}
     types |= dict.fromkeys(("eps", "query_scale", "scaling"), "fp32")
     return Variant.of(name, kernel, types, constants, tile)

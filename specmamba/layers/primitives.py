@@ -115,6 +115,10 @@ class RMSNorm:
         """Norm [..., D] or [..., H, D]; gives the same shape."""
         return rowwise.rms_norm(x, self.weight, self._eps)
 
+    def behind(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Add y [..., D] to x; gives the sum and its norm."""
+        return rowwise.add_rms_norm(x, y, self.weight, self._eps)
+
 
 class DividedRMSNorm:
     """RMS norm in groups of channels that several ranks have parts of: they add up their sums of squares."""

@@ -21,7 +21,7 @@ from specmamba.layers.feed_forward import GatedMLP
 from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
-from specmamba.models.hybrid import Block, HybridTarget
+from specmamba.models.hybrid import Block, HybridTarget, run_blocks
 from specmamba.models.weights import Weights
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -58,9 +58,7 @@ class EagleHead:
         tokens, hidden = layer_context.pack(tokens), layer_context.pack(hidden)
         x = self._fc(torch.cat([self._embedding(tokens), hidden], -1))
         x = x + self._attention(x, layer_context)
-        for block in self._blocks:
-            x = block(x, layer_context)
-        return layer_context.unpack(x)
+        return layer_context.unpack(run_blocks(self._blocks, x, layer_context))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head, the head's own or the target's, to [..., H']: [..., V]."""
@@ -198,9 +196,7 @@ class Eagle3Head:
         pair = self._input_norm(torch.stack([self._embedding(tokens), hidden], 2))
         residual = pair[:, :, 1] if self._adds_normed else hidden
         x = residual + self._attention(pair.flatten(2), layer_context)
-        for block in self._blocks:
-            x = block(x, layer_context)
-        return layer_context.unpack(x)
+        return layer_context.unpack(run_blocks(self._blocks, x, layer_context))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply norm and output head to [..., H']: [..., V], -inf for tokens outside of the draft vocabulary."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,26 +20,65 @@ from specmamba.models.base import Target, TargetOutput
 Layer = Callable[[Tensor, LayerContext], Tensor]
 
 
+class Norm(Protocol):
+    """In front of a layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm the residual stream."""
+
+    def behind(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the output y of the layer before to the residual stream x; gives the sum and its norm."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """x + scale * layer(norm(x)), once for each of its layers."""
 
-    layers: tuple[tuple[Callable[[Tensor], Tensor], Layer], ...]  # norms and layers
+    layers: tuple[tuple[Norm, Layer], ...]
     residual_scale: float = 1.0
 
-    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        """Run the block on the residual stream [B, L, H]; gives the same shape."""
-        for norm, layer in self.layers:
-            x = self.add(x, layer(norm(x), context))
-        return x
-
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add a layer's output y to the residual stream x, both [B, L, H]."""
-        if self.residual_scale == 1.0:
-            return x + y
+        """Add a layer's output y to the residual stream x, both [B, L, H]; where the scale is 1, norms do it."""
         if x.is_cpu:  # each rounds once everywhere; PyTorch's one operation rounds otherwise at the ends of its vectors
             return x + y * self.residual_scale
         return torch.add(x, y, alpha=self.residual_scale)
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    x: Tensor,
+    context: LayerContext,
+    norm: Norm | None = None,
+    streams: dict[int, Tensor | None] | None = None,
+) -> Tensor:
+    """Run blocks on the residual stream x [B, L, H]. The addition of each layer's output is part of the next norm.
+
+    Args:
+        blocks: in the order in which they run.
+        x: in front of the first block.
+        context: of the layers.
+        norm: behind the last block; None: the stream itself is the result.
+        streams: gets the residual stream in front of each block that it has as a key.
+
+    Returns:
+        [B, L, H].
+    """
+    y: Tensor | None = None  # output of the last layer that is not added yet
+    for i, block in enumerate(blocks):
+        if streams is not None and i in streams:
+            x, y = x if y is None else x + y, None
+            streams[i] = x
+        for before, layer in block.layers:
+            if y is None:
+                normed = before(x)
+            else:
+                x, normed = before.behind(x, y)
+            y = layer(normed, context)
+            if block.residual_scale != 1.0:
+                x, y = block.add(x, y), None
+    if norm is None:
+        return x if y is None else x + y
+    return norm(x) if y is None else norm.behind(x, y)[1]
 
 
 class HybridTarget:
@@ -94,14 +134,10 @@ class HybridTarget:
         x = self.embed(tokens if packing is None else packing.pack(tokens))
         rotary = None if self.rotary is None else self.rotary.angles(context.positions, x.dtype)
         layer_context = LayerContext(context.kv, context.state, rotary, packing)
-        streams = {}
-        for i, block in enumerate(self.blocks):
-            if i in self._feature_layers:
-                streams[i] = x
-            for norm, layer in block.layers:  # not ``block(x, ...)``, which would add a frame to every layer
-                x = block.add(x, layer(norm(x), layer_context))
-        hidden = self._norm(x)
-        features = torch.cat([streams[i] for i in self._feature_layers], -1) if streams else hidden
+        streams: dict[int, Tensor | None] = dict.fromkeys(self._feature_layers)
+        hidden = run_blocks(self.blocks, x, layer_context, self._norm, streams)
+        read = [x for i in self._feature_layers if (x := streams[i]) is not None]
+        features = torch.cat(read, -1) if read else hidden
         features = features if packing is None else packing.unpack(features, len(tokens))
         return TargetOutput(hidden, features)
 
@@ -150,9 +186,7 @@ class MTPHead:
         layer_context = LayerContext(context.kv, None, rotary, context.packing)
         inputs = torch.stack([self._target.embed(layer_context.pack(tokens)), layer_context.pack(hidden)], 2)
         x = parts.fc(parts.input_norm(inputs).flatten(2))
-        for block in parts.blocks:
-            x = block(x, layer_context)
-        return layer_context.unpack(parts.norm(x))
+        return layer_context.unpack(run_blocks(parts.blocks, x, layer_context, parts.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head to [..., H]: [..., V]."""

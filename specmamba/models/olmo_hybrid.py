@@ -82,9 +82,17 @@ class PostNorm:
         return self._norm(self.parts[0](x, context))
 
 
-def as_it_is(x: Tensor) -> Tensor:
+class NoNorm:
     """In the place of a norm in front of a layer."""
-    return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def behind(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, twice."""
+        x = x + y
+        return x, x
 
 
 class OlmoWeights(Weights):
@@ -110,7 +118,7 @@ class OlmoWeights(Weights):
         if kind == ATTENTION:
             of_mixer, of_mlp = (self._norm(prefix, names) for names in OUT_NORMS)
             mixer = self.attention(f"{prefix}self_attn.", index)
-            return Block(((as_it_is, PostNorm(mixer, of_mixer)), (as_it_is, PostNorm(mlp, of_mlp))))
+            return Block(((NoNorm(), PostNorm(mixer, of_mixer)), (NoNorm(), PostNorm(mlp, of_mlp))))
         of_mixer, of_mlp = (self._norm(prefix, names) for names in IN_NORMS)
         return Block(((of_mixer, self.delta_net(f"{prefix}linear_attn.", index)), (of_mlp, mlp)))
 

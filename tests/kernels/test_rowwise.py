@@ -45,6 +45,11 @@ def head_norm_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -
     return normal(*lead, 3, width, seed=1, dtype=dtype), normal(3, width, seed=2), EPS
 
 
+def added_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    x, added = (normal(*lead, 3, width, seed=seed, dtype=dtype) for seed in (1, 2))
+    return x, added, normal(width, seed=3), EPS
+
+
 def gated_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
     shape = (*lead, 3, width)
     return normal(*shape, seed=1), normal(*shape, seed=2, dtype=dtype), normal(width, seed=3), EPS
@@ -72,6 +77,7 @@ def delta_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Ar
 CASES: list[tuple[str, Callable[..., Arguments]]] = [
     ("rms_norm", norm_arguments),
     ("rms_norm", head_norm_arguments),
+    ("add_rms_norm", added_arguments),
     ("gated_rms_norm", gated_arguments),
     ("silu_mul", silu_arguments),
     ("rotate", rotate_arguments),
@@ -146,6 +152,14 @@ def test_a_token_does_not_depend_on_the_others(
         assert torch.equal(x, z)
 
 
+@pytest.mark.parametrize("width", [7, 64, 500])
+def test_a_sum_and_its_norm_have_the_bits_of_two_steps(width: int, ops: ModuleType, dtype: torch.dtype) -> None:
+    x, added, weight, eps = added_arguments(dtype, (2, 5), width)
+    total, normed = ops.add_rms_norm(x, added, weight, eps)
+    assert torch.equal(total, x + added)
+    assert torch.equal(normed, ops.rms_norm(x + added, weight, eps))
+
+
 @pytest.mark.parametrize("value", [-1e4, -100.0, -20.0, 0.0, 19.0, 21.0, 100.0, 1e4])
 def test_gates_at_the_ends(value: float, ops: ModuleType) -> None:
     mixed, gates, ones = torch.ones(1, 1, 4), torch.full((1, 1, 2), value), torch.ones(2)
@@ -195,6 +209,8 @@ def test_native_code_is_chosen_where_it_runs(
     [
         ("rms_norm", (torch.ones(2, 8), torch.ones(9), EPS)),
         ("rms_norm", (torch.ones(1, 2, 3, 8), torch.ones(4, 8), EPS)),
+        ("add_rms_norm", (torch.ones(2, 8), torch.ones(3, 8), torch.ones(8), EPS)),
+        ("add_rms_norm", (torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8), EPS)),
         ("gated_rms_norm", (torch.ones(2, 3, 8), torch.ones(2, 2, 8), torch.ones(8), EPS)),
         ("silu_mul", (torch.ones(2, 7),)),
         ("rotate", (torch.ones(1, 2, 3, 8), torch.ones(1, 2, 1, 10), torch.ones(1, 2, 1, 10))),

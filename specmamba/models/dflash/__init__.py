@@ -34,7 +34,7 @@ from specmamba.layers.primitives import Linear, RMSNorm
 from specmamba.models.common_layers import Heads, head_norms, one_product
 from specmamba.models.dflash.block_settings import BlockSettings
 from specmamba.models.eagle import HeadWeights, take_fc
-from specmamba.models.hybrid import Block, HybridTarget
+from specmamba.models.hybrid import Block, HybridTarget, run_blocks
 
 
 class BlockAttention(Attention):
@@ -120,9 +120,7 @@ class DFlashHead:
         masks = roots.new_full((len(roots), context.positions.shape[1] - 1), self._mask)
         x = self._target.embedding(torch.cat([roots[:, None], masks], 1))
         layer_context = LayerContext(context.kv, None, self._rotary.angles(context.positions, x.dtype))
-        for block in self._blocks:
-            x = block(x, layer_context)
-        return self._norm(x[:, 1:].contiguous())
+        return self._norm(run_blocks(self._blocks, x, layer_context)[:, 1:].contiguous())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the target's output head to [..., H]: [..., V]."""

@@ -36,6 +36,7 @@ def operators(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
         "plain": plain,
         "int8": int8,
         "norm": lambda x: rowwise.rms_norm(x, norm, 1e-6),
+        "sum and norm": lambda x: torch.cat(rowwise.add_rms_norm(x, x, norm, 1e-6), -1),
         "norm by head": lambda x: rowwise.rms_norm(x.unflatten(-1, (2, -1)), norm.view(2, -1), 1e-6).flatten(-2),
         "silu": rowwise.silu_mul,
         "experts": route,
