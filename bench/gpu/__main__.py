@@ -3,8 +3,9 @@
     specmamba bench gpu [--minutes 10] [--json FILE]
     specmamba bench gpu --dry-run
 
-The tests that need a GPU; the operator table (``specmamba bench ops --quick``); texts of the CPU and the GPU compared;
-and an end-to-end table: the demo inflated to the sizes of Qwen3.5-4B and -9B, which keep its function and so its
+The tests that need a GPU; tests of trees under compute-sanitizer; the operator table (``specmamba bench ops --quick``),
+whose kernels run twice and must give the same bits; texts of the CPU and the GPU compared;
+and an end-to-end table, with the kernels of replayed steps: the demo inflated to the sizes of Qwen3.5-4B and -9B, which keep its function and so its
 acceptance length, plain, with chains and with trees, with and without CUDA graphs, with records and with snapshots.
 plan.py has the order. What does not fit the minutes is listed as left out. The report is written after every row.
 
@@ -35,6 +36,7 @@ DEFAULT_FILE = Path("specmamba-bench-gpu.json")
 Figures = Mapping[str, Any]
 COLUMNS = ("model", "drafts", "batch", "graphs", "state", "tokens/s", "accepted", "speed-up", "step ms")
 GRAPHS_LIMIT = 2.0
+IDLE_LIMIT = 0.5  # ms of a replayed step in which no kernel runs
 
 
 class GpuConfig(CommandLine, JsonFile):
@@ -92,6 +94,7 @@ def _empty_report(config: GpuConfig) -> dict[str, Any]:
         "temperature": TEMPERATURE,
         "seconds": 0.0,
         "tests": None,
+        "sanitizer": None,
         "operators": None,
         "texts": None,
         "models": {},
@@ -117,7 +120,7 @@ def targets_of(report: Figures) -> list[dict[str, Any]]:
 
     A dry run has no target of speed.
     """
-    targets = [] if report["dry_run"] else [_graphs_target(report)]
+    targets = [] if report["dry_run"] else [_graphs_target(report), _idle_target(report)]
     targets += [_texts_target(report, "float32", "float32 texts that are not the CPU's, token for token")]
     targets += [_texts_target(report, "bfloat16", "bfloat16 texts that differ from plain ones by more than a near tie")]
     return targets
@@ -131,6 +134,14 @@ def _graphs_target(report: Figures) -> dict[str, Any]:
     met = None if value is None else value >= GRAPHS_LIMIT
     name = "plain decoding of one request: graphs over eager"
     return {"name": name, "value": value, "limit": GRAPHS_LIMIT, "at_least": True, "met": met, "by_model": ratios}
+
+
+def _idle_target(report: Figures) -> dict[str, Any]:
+    """The longest idle time of plain decoding's replayed steps, over models and batches."""
+    idle = [row["replay"]["idle_ms"] for row in report["rows"] if row["shape"] == PLAIN.name and "replay" in row]
+    value = max(idle, default=None)
+    met = None if value is None else value <= IDLE_LIMIT
+    return {"name": "plain decoding: ms of a step without a kernel", "value": value, "limit": IDLE_LIMIT, "met": met}
 
 
 def _graphs_ratio(report: Figures, model: str) -> float | None:
@@ -152,12 +163,14 @@ def _texts_target(report: Figures, dtype: str, name: str) -> dict[str, Any]:
 
 
 def has_failed(report: Figures) -> bool:
-    """Whether a test failed, a text diverged or something could not run."""
+    """Whether a test or a tool of the sanitizer failed, a text diverged or something could not run."""
     tests, operators, texts = report["tests"], report["operators"], report["texts"] or {}
+    found_faults = any(found["passed"] is False for found in (report["sanitizer"] or {}).values())
     diverged = any(counts["diverged"] for dtype in ("float32", "bfloat16") for counts in texts.get(dtype, {}).values())
     return bool(
         report["failed"]
         or diverged
+        or found_faults
         or (tests is not None and not tests["passed"])
         or (operators is not None and operators_failed(operators))
     )
@@ -168,7 +181,7 @@ def print_report(report: Figures) -> None:
     page, operators = Page(), report["operators"]
     page.lines(title(report))
     page.table(COLUMNS, [_cells(row) for row in report["rows"]], text_columns=(0, 1, 3, 4))
-    page.lines(*_gains(report), *_texts(report), *_missing(report), *target_lines(report["targets"]))
+    page.lines(*_gains(report), *_replays(report), *_texts(report), *_missing(report), *target_lines(report["targets"]))
     page.lines(*(target_lines(operators["targets"])[1:] if operators is not None else []))
 
 
@@ -205,6 +218,20 @@ def _gains(report: Figures) -> list[str]:
     return ["speed-up over plain decoding:", *found] if found else []
 
 
+def _replays(report: Figures) -> list[str]:
+    """Lines of replayed steps: their kernels, the time without one, and the kernels that take longest."""
+    lines = []
+    for row in report["rows"]:
+        if (replay := row.get("replay")) is None:
+            continue
+        longest = ", ".join(f"{each['name']} {each['microseconds']:.0f} us" for each in replay["longest"][:4])
+        lines.append(
+            f"  {row['model']} {row['shape']} batch {row['batch_size']}: {replay['launches']:.0f} kernels, "
+            f"{replay['kernels_ms']:.2f} ms, idle {replay['idle_ms']:.2f} ms; {longest}"
+        )
+    return ["replayed steps:", *lines] if lines else []
+
+
 def _texts(report: Figures) -> list[str]:
     texts = report["texts"]
     if texts is None:
@@ -220,6 +247,7 @@ def _texts(report: Figures) -> list[str]:
 def _missing(report: Figures) -> list[str]:
     tests = report["tests"]
     lines = [] if tests is None else [f"tests: {'passed' if tests['passed'] else 'FAILED'}: {tests['summary']}"]
+    lines += [f"{tool}: {found['summary']}" for tool, found in (report["sanitizer"] or {}).items()]
     lines += [f"could not run: {each['what']}: {each['error']}" for each in report["failed"]]
     return lines + [f"left out: {each['what']}: {each['why']}" for each in report["left_out"]]
 

@@ -87,7 +87,8 @@ def dry_plan() -> list[Block]:
 
 
 GUESSES_S = {
-    "tests": 60.0,
+    "tests": 120.0,
+    "sanitizer": 60.0,
     "operators": 150.0,
     "texts": 45.0,
     "write qwen3.5-4b": 60.0,

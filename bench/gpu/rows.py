@@ -19,6 +19,7 @@ import torch
 
 from specmamba import LLM, SamplingParams
 from specmamba.bench.gpu.plan import CHAIN, PLAIN, TEMPERATURE, TREE, Block, Shape
+from specmamba.bench.gpu.replays import profile_replays
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.acceptance.judge import Judge
@@ -80,6 +81,9 @@ def run_block(block: Block, folder: Path | None, load: Load) -> Iterator[dict[st
         for batch_size in block.batches:
             began = time.perf_counter()
             figures = measure_row(llm, batch_size, load)
+            if block.graphs and block.state == "records" and load.device == "cuda":
+                jobs = jobs_of(llm, batch_size, load, load.max_tokens)
+                figures["replay"] = profile_replays(llm, jobs, figures["step_ms"])
             yield {**described(block, batch_size), **figures, "row_s": time.perf_counter() - began}
     finally:
         llm.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.gpu.plan import DEMO, Block, Budget, dry_plan, full_plan
+from specmamba.bench.gpu.sanitizer import TOOLS, check_tools
 from specmamba.errors import ConfigError
 from specmamba.measure.report import write_json
 
@@ -23,6 +24,7 @@ DISK_BYTES = {"qwen3.5-4b": 8e9, "qwen3.5-9b": 16e9}  # of a checkpoint, in bflo
 DRY_TEST = "tests/project/test_layering.py::test_the_walk_follows_the_links"
 TEXTS, DRY_TEXTS = (8, 96), (1, 12)  # prompts, and tokens of each
 MAX_TESTS_S = 240.0
+MAX_TOOL_S = 60.0
 MAX_ERROR_TEXT = 200  # characters
 
 
@@ -56,8 +58,9 @@ class Session:
 
 
 def run_all(session: Session) -> None:
-    """Run tests, operators, texts and rows: correctness first, then speed."""
-    for name, part in (("tests", _run_tests), ("operators", _run_operators), ("texts", _run_texts)):
+    """Run tests, the sanitizer, operators, texts and rows: correctness first, then speed."""
+    parts = {"tests": _run_tests, "sanitizer": _run_sanitizer, "operators": _run_operators, "texts": _run_texts}
+    for name, part in parts.items():
         estimate = session.budget.estimate(name)
         if not session.budget.fits(estimate):
             session.leave_out(name, NO_TIME)
@@ -80,6 +83,18 @@ def _run_tests(session: Session) -> None:
     outcome = run_pytest(root, arguments, min(MAX_TESTS_S, session.budget.left_s))
     session.report["tests"] = {"passed": outcome.is_green, "summary": outcome.summary, "failed": outcome.failed}
     session.say(f"  {outcome.summary}")
+
+
+def _run_sanitizer(session: Session) -> None:
+    """Tests of trees under compute-sanitizer's tools; a dry run has no GPU for them."""
+    from specmamba.bench.ops.suite import checkout
+
+    if session.is_dry:
+        session.report["sanitizer"] = {tool: {"passed": None, "summary": "needs a GPU"} for tool in TOOLS}
+        return
+    session.report["sanitizer"] = check_tools(checkout(), min(MAX_TOOL_S, session.budget.left_s / len(TOOLS)))
+    for tool, found in session.report["sanitizer"].items():
+        session.say(f"  {tool}: {found['summary']}")
 
 
 def gpu_tests(root: Path) -> list[str]:

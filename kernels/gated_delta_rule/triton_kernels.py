@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from specmamba.kernels.state_records.triton_kernels import (
+    add_ahead,
     add_one_by_one,
     advance,
     as_stored,
@@ -139,16 +140,22 @@ def root_kernel(
     if slot == padding_slot:
         tl.store(out + token * VALUE_DIM + at_v, tl.zeros((BLOCK_VALUES,), tl.float32), mask=is_v)
         return
+    state_at = states + slot * state_slot_stride + head * state_head_stride
+    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+    in_state = is_k[:, None] & is_v[None, :]
+    state_raw = tl.load(state_at, mask=in_state, other=0.0)  # on its way while records are counted
+    q_root = tl.load(q + row * q_row_stride + (head // GROUP) * q_head_stride + at_k, mask=is_k, other=0.0)
+    k_raw = tl.load(k + row * k_row_stride + (head // GROUP) * k_head_stride + at_k, mask=is_k, other=0.0)
+    v_root = tl.load(v + row * v_row_stride + head * v_head_stride + at_v, mask=is_v, other=0.0)
+    g_raw, beta_raw = tl.load(g + token), tl.load(beta + token)
+
     keys = records_k + ring * keys_row_stride + (head // GROUP) * keys_head_stride
     updates = records_u + ring * updates_row_stride + head * updates_head_stride
     decay = records_decay + ring * decay_row_stride + head
     count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
     total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
 
-    state_at = states + slot * state_slot_stride + head * state_head_stride
-    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
-    in_state = is_k[:, None] & is_v[None, :]
-    state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32)
+    state = state_raw.to(tl.float32)
     if folds is not None:
         is_folded = tl.load(folds + row) & (count > 0)
         if is_folded:
@@ -175,10 +182,6 @@ def root_kernel(
             state = stored.to(tl.float32)  # as the next verify will read it
         count, total = tl.where(is_folded, 0, count), tl.where(is_folded, 0.0, total)
 
-    q_root = tl.load(q + row * q_row_stride + (head // GROUP) * q_head_stride + at_k, mask=is_k, other=0.0)
-    k_raw = tl.load(k + row * k_row_stride + (head // GROUP) * k_head_stride + at_k, mask=is_k, other=0.0)
-    v_root = tl.load(v + row * v_row_stride + head * v_head_stride + at_v, mask=is_v, other=0.0)
-    g_raw, beta_raw = tl.load(g + token), tl.load(beta + token)
     flaws = tl.sum(not_finite(k_raw), 0) + not_finite(g_raw) + not_finite(beta_raw)
     k_root, g_root = finite(k_raw), finite(g_raw)
 
@@ -462,17 +465,19 @@ def chain_kernel(
         in_values = (at_n < num_nodes)[:, None] & is_v[None, :]
         tl.store(out_at, tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32), mask=in_values)
         return
+    state_at = states + slot * state_slot_stride + head * state_head_stride
+    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+    in_state = is_k[:, None] & is_v[None, :]
+    state = tl.load(state_at, mask=in_state, other=0.0)  # on its way while records are counted
+
     keys = records_k + ring * keys_row_stride + (head // GROUP) * keys_head_stride
     updates = records_u + ring * updates_row_stride + head * updates_head_stride
     decay = records_decay + ring * decay_row_stride + head
     count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
     total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
 
-    state_at = states + slot * state_slot_stride + head * state_head_stride
-    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
-    in_state = is_k[:, None] & is_v[None, :]
-    state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32) * tl.exp(total)
-    state = add_one_by_one(
+    state = state.to(tl.float32) * tl.exp(total)
+    state = add_ahead(
         state,
         keys,
         updates,
@@ -498,11 +503,15 @@ def chain_kernel(
     v_at = v + row * v_row_stride + head * v_head_stride + at_v
     is_first = tl.program_id(0) == 0  # the first of the programs that hold all of them writes keys and decays
     flaws = 0.0
+    k_raw = tl.load(k_at, mask=is_k, other=0.0)
+    v_node = tl.load(v_at, mask=is_v, other=0.0)
+    g_raw, beta_raw = tl.load(g + token), tl.load(beta + token)
     for i in range(num_nodes):
         q_node = tl.load(q_at + i * q_node_stride, mask=is_k, other=0.0)
-        k_raw = tl.load(k_at + i * k_node_stride, mask=is_k, other=0.0)
-        v_node = tl.load(v_at + i * v_node_stride, mask=is_v, other=0.0)
-        g_raw, beta_raw = tl.load(g + token + i * num_heads), tl.load(beta + token + i * num_heads)
+        j = tl.minimum(i + 1, num_nodes - 1)  # the next node is on its way while this one is computed
+        next_k = tl.load(k_at + j * k_node_stride, mask=is_k, other=0.0)
+        next_v = tl.load(v_at + j * v_node_stride, mask=is_v, other=0.0)
+        next_g, next_beta = tl.load(g + token + j * num_heads), tl.load(beta + token + j * num_heads)
         k_node, g_node = finite(k_raw), finite(g_raw)
 
         step = tl.exp(g_node)
@@ -520,6 +529,7 @@ def chain_kernel(
             tl.store(decay + record * decay_record_stride, g_node)
             if head % GROUP == 0:
                 tl.store(keys + record * keys_record_stride + at_k, k_node, mask=is_k)
+        k_raw, v_node, g_raw, beta_raw = next_k, next_v, next_g, next_beta
 
 
 @triton.jit(do_not_specialize=["num_nodes", "parents_row_stride"])

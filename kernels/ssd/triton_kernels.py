@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from specmamba.kernels.state_records.triton_kernels import (
-    add_one_by_one,
+    add_ahead,
     decay_behind,
     decays_to_last,
     path_decay,
@@ -327,13 +327,14 @@ def chain_verify(
     kept_b += row * kept_b_row_stride + group * kept_b_group_stride
     kept_u += row * kept_u_row_stride + head * kept_u_head_stride
     kept_decay += row * kept_decay_row_stride + head
-    pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
-    last_decay = path_decay(kept_decay, pending, kept_decay_record_stride, RECORDS)
     place = states + slot * states_slot_stride + head * states_head_stride
     place += lanes.to(tl.int64)[:, None] * states_lane_stride + columns[None, :]
     in_state = in_lanes[:, None] & in_columns[None, :]
-    state = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(last_decay)
-    state = add_one_by_one(
+    state = tl.load(place, mask=in_state, other=0.0)  # on its way while records are counted
+    pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
+    last_decay = path_decay(kept_decay, pending, kept_decay_record_stride, RECORDS)
+    state = state.to(tl.float32) * tl.exp(last_decay)
+    state = add_ahead(
         state, kept_b, kept_u, kept_decay, pending, lanes, columns, in_lanes, in_columns,
         kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride,
     )  # fmt: skip

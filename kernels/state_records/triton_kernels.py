@@ -101,6 +101,38 @@ def add_one_by_one(
 
 
 @triton.jit
+def add_ahead(
+    state,
+    keys,
+    updates,
+    decay,
+    count,
+    at_k,
+    at_v,
+    is_k,
+    is_v,
+    keys_record_stride,
+    updates_record_stride,
+    decay_record_stride,
+):
+    """``add_one_by_one``, each record on its way while the one behind it is added: for registers that have room."""
+    to_last = 0.0
+    j = tl.maximum(count - 1, 0)  # what is loaded of record 0 beyond the first is not used
+    key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
+    update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
+    own = tl.load(decay + j * decay_record_stride)
+    for _ in range(count):
+        j = tl.maximum(j - 1, 0)
+        next_key = tl.load(keys + j * keys_record_stride + at_k, mask=is_k, other=0.0)
+        next_update = tl.load(updates + j * updates_record_stride + at_v, mask=is_v, other=0.0)
+        next_own = tl.load(decay + j * decay_record_stride)
+        state += key[:, None] * (update * tl.exp(to_last))[None, :]
+        to_last += own
+        key, update, own = next_key, next_update, next_own
+    return state
+
+
+@triton.jit
 def advance(
     state,  # [BLOCK_KEYS, BLOCK_VALUES] float32
     keys,  # the first record's, of this head

@@ -18,8 +18,10 @@ from specmamba import LLM, SamplingParams
 from specmamba.bench.gpu import __main__ as gpu
 from specmamba.bench.gpu import rows as gpu_rows
 from specmamba.bench.gpu import run as gpu_run
+from specmamba.bench.gpu import sanitizer
 from specmamba.bench.gpu.__main__ import has_failed, targets_of
 from specmamba.bench.gpu.plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
+from specmamba.bench.gpu.replays import Kernel, summary_of
 from specmamba.bench.gpu.run import Session
 from specmamba.bench.inflate.__main__ import InflateConfig, inflate
 from specmamba.bench.inflate.checkpoint import read_config
@@ -111,7 +113,7 @@ class Watch:
 
 def session_of(tmp_path: Path, limit_s: float, watch: Callable[[], float]) -> Session:
     report: dict[str, Any] = {"rows": [], "left_out": [], "failed": [], "models": {}, "targets": []}
-    report |= {"tests": None, "operators": None, "texts": None, "dry_run": False}
+    report |= {"tests": None, "sanitizer": None, "operators": None, "texts": None, "dry_run": False}
     return Session(report, tmp_path / "gpu.json", Budget(limit_s, watch), True, lambda line: None)
 
 
@@ -209,7 +211,7 @@ def test_parts_without_time_are_listed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_run, "run_rows", lambda session: None)
     gpu_run.run_all(session)
     assert session.report["texts"] == "there"
-    assert [each["what"] for each in session.report["left_out"]] == ["tests", "operators"]
+    assert [each["what"] for each in session.report["left_out"]] == ["tests", "sanitizer", "operators"]
 
 
 def test_a_model_without_time_or_room_leaves_its_rows_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,23 +276,69 @@ def texts_of(**counts: int) -> dict[str, Any]:
 def test_targets() -> None:
     row = {"model": "m", "shape": "plain", "batch_size": 1, "graphs": True, "tokens_per_second": 50.0}
     report = {"dry_run": False, "rows": [row], "texts": texts_of(identical=7, near_tie=1)}
-    graphs, exact, near = targets_of(report)
-    assert (graphs["value"], graphs["met"]) == (None, None)
+    graphs, idle, exact, near = targets_of(report)
+    assert (graphs["value"], graphs["met"]) == (idle["value"], idle["met"]) == (None, None)
     assert (exact["value"], exact["met"]) == (1, False)
     assert (near["value"], near["met"]) == (0, True)
     for speed, met in ((20.0, True), (30.0, False)):
         report["rows"] = [row, {**row, "graphs": False, "tokens_per_second": speed}]
         assert targets_of(report)[0]["met"] is met
+    for idle_ms, met in ((0.4, True), (0.6, False)):
+        report["rows"] = [{**row, "replay": {"idle_ms": value}} for value in (0.1, idle_ms)]
+        assert targets_of(report)[1]["met"] is met
     assert [target["met"] for target in targets_of({"dry_run": True, "rows": [], "texts": None})] == [None, None]
 
 
 def test_what_counts_as_failed() -> None:
-    report: dict[str, Any] = {"tests": None, "operators": None, "texts": None, "failed": []}
+    report: dict[str, Any] = {"tests": None, "sanitizer": None, "operators": None, "texts": None, "failed": []}
     assert not has_failed(report)
     assert not has_failed({**report, "texts": texts_of(near_tie=3)})
     assert has_failed({**report, "texts": texts_of(diverged=1)})
     assert has_failed({**report, "tests": {"passed": False}})
     assert has_failed({**report, "operators": {"operators": [{"tests_failed": "FAILED x", "cases": []}]}})
+    assert has_failed({**report, "sanitizer": {"racecheck": {"passed": False}}})
+    assert not has_failed({**report, "sanitizer": {"racecheck": {"passed": None}, "memcheck": {"passed": True}}})
+
+
+def test_kernels_of_replayed_steps() -> None:
+    runs = [Kernel("attend", 30.0), Kernel("norm", 5.0), Kernel("norm", 7.0)] * 2
+    found = summary_of(runs, 2, step_ms=0.1)
+    assert found["kernels_ms"] == pytest.approx(0.042)
+    assert found["idle_ms"] == pytest.approx(0.058)
+    assert found["launches"] == 3
+    assert [(each["name"], each["launches"], each["microseconds"]) for each in found["longest"]] == [
+        ("attend", 1, 30.0),
+        ("norm", 2, 12.0),
+    ]
+
+
+CLEAN = "5 passed\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "passed", "summary"),
+    [
+        (CLEAN, 0, True, "0 hazards displayed (0 errors, 0 warnings)"),
+        (CLEAN, 1, False, "0 hazards displayed (0 errors, 0 warnings)"),
+        ("========= ERROR SUMMARY: 2 errors\n", 0, False, "2 errors"),
+        (CLEAN + "========= RACECHECK SUMMARY: 1 hazard displayed\n", 0, False, None),
+        ("Device not supported\n", 0, False, "Device not supported"),
+    ],
+)
+def test_what_the_sanitizer_found(output: str, status: int, passed: bool, summary: str | None) -> None:
+    found = sanitizer.verdict_of(output, status)
+    assert found["passed"] is passed
+    assert summary is None or found["summary"] == summary
+
+
+def test_a_sanitizer_that_is_not_there_or_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert {found["summary"] for found in sanitizer.check_tools(ROOT, 1.0).values()} == {sanitizer.NOT_INSTALLED}
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    program.chmod(0o755)
+    found = sanitizer.check_tools(ROOT, 0.1)
+    assert [(each["passed"], each["summary"]) for each in found.values()] == [(None, "no end after 0.1 s")] * 2
 
 
 @pytest.mark.slow

@@ -139,6 +139,19 @@ def test_a_right_form_is_timed() -> None:
     assert not has_failed(report)
 
 
+def test_a_form_that_gives_other_bits_the_second_time_is_not_timed() -> None:
+    off = iter((0.0, 1e-6))
+
+    def prepare() -> Callable[[], tuple[torch.Tensor, ...]]:
+        own = next(off)
+        return lambda: (torch.arange(4.0) * 2 + own,)
+
+    report = measured(fake_operator(prepare))
+    result = report["operators"][0]["cases"][0]["results"][1]
+    assert result["failed"] == "a second run on the same inputs gives other bits"
+    assert has_failed(report)
+
+
 @pytest.mark.parametrize("off", [0.01, float("nan")])
 def test_a_wrong_form_is_not_timed(off: float) -> None:
     report = measured(fake_operator(lambda: lambda: (torch.arange(4.0) * 2 + off,)))
