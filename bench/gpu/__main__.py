@@ -4,9 +4,9 @@
     specmamba bench gpu --dry-run
 
 The tests that need a GPU; tests of trees under compute-sanitizer; the operator table (``specmamba bench ops --quick``),
-whose kernels run twice and must give the same bits; texts of the CPU and the GPU compared;
-and an end-to-end table, with the kernels of replayed steps: the demo inflated to the sizes of Qwen3.5-4B and -9B, which keep its function and so its
-acceptance length, plain, with chains and with trees, with and without CUDA graphs, with records and with snapshots.
+whose kernels run twice and must give the same bits; texts of the CPU and the GPU compared; and an end-to-end table,
+with the kernels of replayed steps: the demo inflated to the sizes of Qwen3.5-4B and -9B, which keep its function and so
+its acceptance length, plain, with chains and with trees, with and without CUDA graphs, with records and with snapshots.
 plan.py has the order. What does not fit the minutes is listed as left out. The report is written after every row.
 
 ``--dry-run`` does the same on the CPU, with the demo and a few tokens: its figures of speed mean nothing.

@@ -55,7 +55,7 @@ def _record(llm: LLM, num_steps: int) -> list[Kernel]:
         for _ in range(num_steps):
             llm.engine.step()
         torch.cuda.synchronize()
-    on_device = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    on_device = (event for event in profiler.events() if event.device_type.name == "CUDA")
     return [Kernel(event.name, event.time_range.elapsed_us()) for event in on_device]
 
 

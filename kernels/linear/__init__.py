@@ -61,7 +61,11 @@ class PackedCodes(PackedWeight, Protocol):
 
 
 @operator(
-    triton=lambda weight, form: form == "int8" and weight.numel() > 0 and gpu.can_launch(weight),
+    triton=lambda weight, form: (
+        (form == "int8" or (form == "fp8-dynamic" and torch_ops.can_scale(weight)))
+        and weight.numel() > 0
+        and gpu.can_launch(weight)
+    ),
     native=native_ops.can_pack,
 )
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
@@ -86,7 +90,7 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     """
     require_form(form)
     if form == "fp8-dynamic":
-        return _scaled(weight)
+        return torch_ops.ScaledWeight.rounded(weight) if torch_ops.can_scale(weight) else pack(weight)
     if weight.numel() > 0 and form not in ("plain", "int8"):
         return packed_codes(round_to_form(weight, form), weight.dtype)
     return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
@@ -141,13 +145,6 @@ def packed(
 def packed_codes(matrix: QuantizedMatrix, dtype: torch.dtype, layout: torch.device | None = None) -> PackedCodes:
     """``pack_codes``, or what stands for it where the matrix has no values; ``layout``: as for ``packed``."""
     return shape_of_codes(matrix, layout) if matrix.codes.is_meta else pack_codes(matrix, dtype)
-
-
-def _scaled(weight: Tensor) -> PackedWeight:
-    if weight.numel() == 0 or any(size % torch_ops.SCALED_SIZES for size in weight.shape):
-        return pack(weight)
-    rounded = round_matrix(weight, "fp8")
-    return torch_ops.ScaledWeight(rounded.codes.view(torch.float8_e4m3fn), rounded.scale)
 
 
 def runs_scaled(device: torch.device, dtype: torch.dtype) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from specmamba.kernels.linear.rounding import round_matrix
 
 
 class _Product(Protocol):
@@ -95,13 +97,22 @@ class ScaledWeight:
         """[..., K] bfloat16 -> [..., N]; a row with NaN or infinity gives NaN."""
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self._weight.shape[1])
-        rows = x.reshape(-1, x.shape[-1])
+        codes, scale = self.round_rows(x.reshape(-1, x.shape[-1]))
+        y: Tensor = torch._scaled_mm(codes, self._weight, scale, self._scale, out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+    @classmethod
+    def rounded(cls, weight: Tensor) -> Self:
+        """Round a weight [N, K] that ``can_scale``."""
+        matrix = round_matrix(weight, "fp8")
+        return cls(matrix.codes.view(torch.float8_e4m3fn), matrix.scale)
+
+    def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Round rows [M, K] to e4m3: codes [M, K] and scales [M, 1] float32; NaN where a row is not finite."""
         largest = rows.abs().amax(1, keepdim=True).float()
         divisor = torch.full_like(largest, LARGEST_E4M3)  # by a Python number, a GPU multiplies by its reciprocal
         scale = torch.where(largest == 0, torch.ones_like(largest), largest / divisor)
-        codes = (rows.float() / scale).to(torch.float8_e4m3fn)
-        y: Tensor = torch._scaled_mm(codes, self._weight, scale, self._scale, out_dtype=x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return (rows.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 class ShapeOfCodes:
@@ -142,6 +153,11 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         ratio = (values / scale_part[:, None]).nan_to_num_(0.0, 0.0, 0.0)
         q_part.copy_(ratio.round_().clamp_(-127, 127))
     return q, scale
+
+
+def can_scale(weight: Tensor) -> bool:
+    """Whether ``ScaledWeight`` takes a weight of this shape."""
+    return weight.numel() > 0 and not any(size % SCALED_SIZES for size in weight.shape)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -33,6 +33,52 @@ def multiply_int8(
 
 
 @triton.jit
+def e4m3_codes(x):
+    """Codes of finite float32 numbers of up to 448, rounded to the nearest, ties to even; 127, NaN, for what is NaN.
+
+    Made from bits, since not every device converts to this format.
+    """
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # exponent and three bits behind the point
+    of_normal = rounded - ((127 - 7) << 3)
+    of_small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # in steps of 2^-9: 2^23 rounds to wholes
+    codes = tl.where(size < 0.015625, of_small, of_normal)
+    codes = tl.where(x == x, codes, 0x7F)
+    return (codes | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
+def round_rows(
+    x,  # [M, K]
+    codes,  # [M, K] uint8, contiguous
+    scale,  # [M] float32
+    width,  # K
+    x_stride,
+    LARGEST: tl.constexpr,  # number of the format
+    BLOCK_K: tl.constexpr,
+):
+    """Each row as multiples of its scale, with which its largest number becomes the format's."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    codes += row * width
+    largest, flaws = 0.0, 0
+    for first in range(0, width, BLOCK_K):
+        at = first + tl.arange(0, BLOCK_K)
+        part = tl.abs(tl.load(x + at, mask=at < width, other=0.0).to(tl.float32))
+        is_finite = part < float("inf")
+        flaws += tl.max(tl.where(is_finite, 0, 1), 0)
+        largest = tl.maximum(largest, tl.max(tl.where(is_finite, part, 0.0), 0))
+    factor = tl.where(largest == 0, 1.0, tl.div_rn(largest, LARGEST))
+    factor = tl.where(flaws == 0, factor, float("nan"))
+    tl.store(scale + row, factor)
+    for first in range(0, width, BLOCK_K):
+        at = first + tl.arange(0, BLOCK_K)
+        part = tl.load(x + at, mask=at < width, other=0.0).to(tl.float32)
+        tl.store(codes + at, e4m3_codes(tl.div_rn(part, tl.zeros_like(part) + factor)), mask=at < width)
+
+
+@triton.jit
 def dot_rows(
     inputs,  # [BLOCK_M, 1] pointers to rows of K contiguous numbers
     has_row,  # [BLOCK_M]; rows that there are not are taken for zeros

@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gpu import FLOAT_DTYPES, TYPE_NAMES, Variant, next_power_of_2
-from specmamba.kernels.linear import torch_ops, triton_grouped
+from specmamba.kernels.linear import torch_ops, triton_grouped, triton_scaled
 from specmamba.kernels.linear.triton_grouped import pack_codes
 from specmamba.kernels.linear.triton_kernels import multiply_int8
+from specmamba.kernels.linear.triton_scaled import TritonScaledWeight
 
-__all__ = ["Tile", "TritonInt8Weight", "int8_tile", "multiply_few", "pack", "pack_codes", "variants"]
+__all__ = [
+    "Tile",
+    "TritonInt8Weight",
+    "TritonScaledWeight",
+    "int8_tile",
+    "multiply_few",
+    "pack",
+    "pack_codes",
+    "variants",
+]
 
 MAX_ROWS = 64  # beyond, the weight is widened once and multiplied by PyTorch: arithmetic counts more than bytes
 
@@ -73,8 +83,10 @@ class TritonInt8Weight(torch_ops.Int8Weight):
         return multiply_few(x.reshape(num_rows, k), self._weight, self._scale).view(*x.shape[:-1], n)
 
 
-def pack(weight: Tensor, form: str = "int8") -> TritonInt8Weight:
-    """Round a weight [N, K], not empty; there is no other form than int8."""
+def pack(weight: Tensor, form: str = "int8") -> TritonInt8Weight | TritonScaledWeight:
+    """Round a weight [N, K], not empty, to int8, or to fp8-dynamic where its sizes allow."""
+    if form == "fp8-dynamic":
+        return TritonScaledWeight.rounded(weight)
     assert form == "int8"
     return TritonInt8Weight(weight)
 
@@ -119,7 +131,7 @@ def variants() -> list[Variant]:
             (torch.float32, 16, 2048),
             (torch.float32, 64, 151936),
         )
-    ] + triton_grouped.variants()
+    ] + [*triton_grouped.variants(), *triton_scaled.variants()]
 
 
 def _int8_variant(dtype: torch.dtype, num_rows: int, num_outputs: int) -> Variant:

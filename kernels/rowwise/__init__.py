@@ -7,7 +7,16 @@ from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.rowwise import native_ops, torch_ops
 
-__all__ = ["add_rms_norm", "delta_inputs", "gated_rms_norm", "rms_norm", "rotary_angles", "rotate", "sigmoid", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "delta_inputs",
+    "gated_rms_norm",
+    "rms_norm",
+    "rotary_angles",
+    "rotate",
+    "sigmoid",
+    "silu_mul",
+]
 
 
 @operator(

@@ -136,7 +136,7 @@ class HybridTarget:
         layer_context = LayerContext(context.kv, context.state, rotary, packing)
         streams: dict[int, Tensor | None] = dict.fromkeys(self._feature_layers)
         hidden = run_blocks(self.blocks, x, layer_context, self._norm, streams)
-        read = [x for i in self._feature_layers if (x := streams[i]) is not None]
+        read = [stream for i in self._feature_layers if (stream := streams[i]) is not None]
         features = torch.cat(read, -1) if read else hidden
         features = features if packing is None else packing.unpack(features, len(tokens))
         return TargetOutput(hidden, features)
