@@ -22,13 +22,15 @@ from transformers import (
     KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from specmamba import LLM, SamplingParams
 from specmamba.cli import main
 from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
-from tests.families import falcon_h1, kimi_linear, lfm2
+from tests.families import falcon_h1, kimi_linear, lfm2, mamba1
 from tests.families.checkpoints import write_checkpoint
 from tests.pairwise import IS_FULL
 from tests.repository import ROOT
@@ -51,7 +53,8 @@ TREE: dict[str, Any] = {"speculative_num_steps": 2, "speculative_eagle_topk": 2,
 
 
 def generate(**flags: Any) -> list[list[int]]:
-    """The tokens of two prompts."""
+    """The tokens of two prompts: three, or ``max_tokens``."""
+    params = SamplingParams(max_tokens=flags.pop("max_tokens", 3), temperature=0.0, ignore_eos=True)
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 48, "max_total_tokens": 192}
     with LLM(**settings, max_running_requests=2, **flags) as llm:
         runner = llm.engine.runner
@@ -59,7 +62,6 @@ def generate(**flags: Any) -> list[list[int]]:
             runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
         shape = llm.engine.model.cache_shape
         assert shape.folds_in_verify == (gpu.folds_in_verify(torch.device("cpu")) and not shape.state.decays_by_channel)
-        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]
 
 
@@ -99,6 +101,16 @@ def test_mamba2(tmp_path: Path) -> None:
     config = FalconH1Config(**falcon_h1.DEFAULTS | {"num_hidden_layers": 2})
     write_checkpoint(tmp_path / "model", FalconH1ForCausalLM(config), seed=3)
     assert generate_interpreted(model=str(tmp_path / "model")) == generate(model=str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("state", ["records", "snapshots"])
+def test_mamba1_with_drafts(tmp_path: Path, state: str) -> None:
+    """With more tokens than a row has records for: rows fold in the verify."""
+    config = MambaConfig(**mamba1.DEFAULTS | {"num_hidden_layers": 2})
+    write_checkpoint(tmp_path / "model", MambaForCausalLM(config), seed=3)
+    flags: dict[str, Any] = {"model": str(tmp_path / "model"), "speculative_state": state, "max_tokens": 20}
+    flags |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+    assert generate_interpreted(**flags, cuda_graph_max_bs=2) == generate(**flags)
 
 
 @pytest.mark.parametrize("state", ["records", "snapshots"])
