@@ -184,7 +184,9 @@ def channel_extend_kernel(
     length = tl.where(slot == 0, 0, tl.load(lengths + row)).to(tl.int32)
     out_at = out + token * VALUE_DIM + at_v
     for t in range(length, num_tokens):
-        tl.store(out_at + t * num_heads * VALUE_DIM, tl.zeros((BLOCK_VALUES,), tl.float32), mask=is_v)
+        tl.store(
+            out_at + tl.cast(t, tl.int64) * num_heads * VALUE_DIM, tl.zeros((BLOCK_VALUES,), tl.float32), mask=is_v
+        )
     if length == 0:
         return
 
@@ -207,10 +209,10 @@ def channel_extend_kernel(
         g_at += num_heads * KEY_DIM
         q_next, k_next = tl.load(q_at, mask=next_k, other=0.0), tl.load(k_at, mask=next_k, other=0.0)
         v_next, g_next = tl.load(v_at, mask=next_v, other=0.0), tl.load(g_at, mask=next_k, other=0.0)
-        beta_token = tl.load(beta_at + t * num_heads)
+        beta_token = tl.load(beta_at + tl.cast(t, tl.int64) * num_heads)
         state = state * tl.exp(g_token)[:, None]
         u = beta_token * (v_token - tl.sum(k_token[:, None] * state, 0))
         state += k_token[:, None] * u[None, :]
-        tl.store(out_at + t * num_heads * VALUE_DIM, tl.sum(q_token[:, None] * state, 0), mask=is_v)
+        tl.store(out_at + tl.cast(t, tl.int64) * num_heads * VALUE_DIM, tl.sum(q_token[:, None] * state, 0), mask=is_v)
         q_token, k_token, v_token, g_token = q_next, k_next, v_next, g_next
     tl.store(state_at, as_stored(state, states.dtype.element_ty), mask=in_state)

@@ -118,7 +118,7 @@ def extend(
     slot = tl.load(slots + batch)
     length = tl.where(slot == 0, 0, tl.load(lengths + batch)).to(tl.int32)
     for t in range(length, num_tokens):
-        tl.store(out + t * out_token_stride, tl.zeros([COLUMNS], tl.float32), mask=in_columns)
+        tl.store(out + tl.cast(t, tl.int64) * out_token_stride, tl.zeros([COLUMNS], tl.float32), mask=in_columns)
     if length == 0:
         return
 
@@ -142,7 +142,7 @@ def extend(
         next_u = tl.load(u, mask=next_columns, other=0.0)
         next_dt = tl.load(dt, mask=next_columns, other=0.0)
         state = step(state, of_b, of_u, of_dt, of_layer)
-        tl.store(out + t * out_token_stride, tl.sum(of_c[:, None] * state, 0), mask=in_columns)
+        tl.store(out + tl.cast(t, tl.int64) * out_token_stride, tl.sum(of_c[:, None] * state, 0), mask=in_columns)
         of_c, of_b, of_u, of_dt = next_c, next_b, next_u, next_dt
     tl.store(place, as_stored(state, states.dtype.element_ty), mask=in_state)
 

@@ -122,7 +122,7 @@ def test_short_convolutions_with_drafts(tmp_path: Path, state: str) -> None:
 
 
 def test_decays_by_key_channel_with_drafts(tmp_path: Path) -> None:
-    """Beside latent attention, which has no form in Triton; rows fold in the verify."""
+    """Beside latent attention; rows fold in the verify."""
     layers = {"layer_types": [kimi_linear.LINEAR, kimi_linear.FULL], "mlp_layer_types": ["dense", "sparse"]}
     config = KimiLinearConfig(**kimi_linear.DEFAULTS | layers, num_hidden_layers=2)
     write_checkpoint(tmp_path / "model", KimiLinearForCausalLM(config), seed=3)
