@@ -1,10 +1,11 @@
-"""The selective scan of Mamba1 over draft trees and prompts, and its folds. It has no form in Triton.
+"""The selective scan of Mamba1 over draft trees and prompts, and its folds.
 
 C channels have states of M numbers each. In costs an exponential counts as one operation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.bench.ops.case import (
-    NATIVE,
-    TORCH,
     Candidate,
     Case,
     Cost,
@@ -23,6 +22,7 @@ from specmamba.bench.ops.case import (
     counted,
     moved,
     tree_parents,
+    triton_ops,
 )
 from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.selective_scan import native_ops, torch_ops
@@ -71,11 +71,16 @@ def make_operands(case: Case, place: Place) -> RecordOperands:
     return RecordOperands(moved(buffers, place.device), moved(trees, place.device), rows, rows)
 
 
-def forms(case_tokens: Tokens, in_torch: Any, in_native: Any) -> list[Candidate]:
-    """The forms that take these tokens; each prepares operands of its own."""
-    found = [Candidate(TORCH, in_torch)]
-    is_native = native_ops.are_floats(*case_tokens) and native_ops.code() is not None
-    return [*found, Candidate(NATIVE, in_native)] if is_native else found
+def forms(place: Place, tokens: Tokens, prepare: Callable[[Any], Run]) -> list[Candidate]:
+    """The forms that take these tokens; ``prepare`` makes operands of its own for a module with one of them."""
+    is_native = native_ops.are_floats(*tokens) and native_ops.code() is not None
+    native = (lambda: prepare(native_ops)) if is_native else None
+    return place.forms(lambda: prepare(torch_ops), lambda: prepare(triton_ops("selective_scan")), native)
+
+
+def advanced(ops: Any, tokens: Tokens, own: RecordOperands | ExtendOperands) -> Tensor:
+    """Outputs by one form."""
+    return own.run(torch_ops, tuple(tokens)) if ops is torch_ops else ops.advance(*tokens, own)
 
 
 def verify_candidates(case: Case, place: Place) -> list[Candidate]:
@@ -83,16 +88,12 @@ def verify_candidates(case: Case, place: Place) -> list[Candidate]:
     tokens = make_tokens(case, case["nodes"], case.generator(), place)
     written = slice(case["pending"], case["pending"] + case["nodes"])
 
-    def prepared(run: Any) -> Run:
+    def prepare(ops: Any) -> Run:
         own = make_operands(case, place)
         b = own.buffers
-        return lambda: (run(own), *(x[SLOT:, written] for x in (b.k, b.u, b.decay)))
+        return lambda: (advanced(ops, tokens, own), *(x[SLOT:, written] for x in (b.k, b.u, b.decay)))
 
-    return forms(
-        tokens,
-        lambda: prepared(lambda own: own.run(torch_ops, tuple(tokens))),
-        lambda: prepared(lambda own: native_ops.advance(*tokens, own)),
-    )
+    return forms(place, tokens, prepare)
 
 
 def extend_candidates(case: Case, place: Place) -> list[Candidate]:
@@ -103,15 +104,11 @@ def extend_candidates(case: Case, place: Place) -> list[Candidate]:
     slots = RowSet.of(range(SLOT, batch + SLOT), place.device)
     lengths = torch.full((batch,), length, device=place.device)
 
-    def prepared(run: Any) -> Run:
+    def prepare(ops: Any) -> Run:
         own = ExtendOperands(states.clone(), torch.empty(batch + SLOT, 0, 0), slots, lengths)
-        return lambda: (run(own), own.states[SLOT:])
+        return lambda: (advanced(ops, tokens, own), own.states[SLOT:])
 
-    return forms(
-        tokens,
-        lambda: prepared(lambda own: own.run(torch_ops, tuple(tokens))),
-        lambda: prepared(lambda own: native_ops.advance(*tokens, own)),
-    )
+    return forms(place, tokens, prepare)
 
 
 def fold_candidates(case: Case, place: Place) -> list[Candidate]:
@@ -122,7 +119,7 @@ def fold_candidates(case: Case, place: Place) -> list[Candidate]:
     )
     pending = torch.full((case["batch"],), case["pending"], device=place.device)
     given = states, tokens.b, tokens.u, tokens.dt, tokens.rates, pending
-    return forms(tokens, lambda: lambda: (torch_ops.fold(*given),), lambda: lambda: (native_ops.fold(*given),))
+    return forms(place, tokens, lambda ops: lambda: (ops.fold(*given),))
 
 
 def _cost(case: Case, num_states: int, num_records: int, num_tokens: int, num_steps: int) -> Cost:
@@ -166,6 +163,7 @@ OPERATORS = (
         ),
         verify_cost,
         verify_candidates,
+        gpu_tests=("selective_scan_triton",),
     ),
     Operator(
         "selective_scan.extend",
@@ -177,6 +175,7 @@ OPERATORS = (
         extend_cost,
         extend_candidates,
         1e-3,
+        ("selective_scan_triton",),
     ),
     Operator(
         "selective_scan.fold",
@@ -187,5 +186,6 @@ OPERATORS = (
         ),
         fold_cost,
         fold_candidates,
+        gpu_tests=("selective_scan_triton",),
     ),
 )

@@ -10,12 +10,12 @@ from specmamba.kernels.state_records import StateOperands
 __all__ = ["advance"]
 
 
-@operator(triton=lambda *args: args[3].dim() == 3 and gpu.can_launch(args[0], args[-1].states))
+@operator(triton=lambda *args: gpu.can_launch(args[0], args[-1].states))
 def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateOperands) -> Tensor:
     """Run tokens through the gated delta rule (arXiv 2412.06464), behind the states that they continue.
 
     S_t = e^(g_t) S_(t-1) + k_t u_t^T with u_t = beta_t (v_t - e^(g_t) S_(t-1)^T k_t), and o_t = S_t^T q_t. With a log
-    decay for each key channel it is that of Kimi Delta Attention (arXiv 2510.26692), which has no form in Triton.
+    decay for each key channel it is that of Kimi Delta Attention (arXiv 2510.26692).
 
     Args:
         q, k: [B, L, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.

@@ -537,7 +537,7 @@ def snapshots_kernel(
     q,  # [B, N, Hk, K] float32
     k,  # [B, N, Hk, K] float32
     v,  # [B, N, Hv, V] float32
-    g,  # [B, N, Hv] float32, contiguous
+    g,  # [B, N, Hv] or [B, N, Hv, K] float32, contiguous
     beta,  # [B, N, Hv] float32, contiguous
     out,  # [B, N, Hv, V] float32, contiguous
     state,  # [B, Hv, K, V] any float dtype
@@ -566,6 +566,7 @@ def snapshots_kernel(
     GROUP: tl.constexpr,  # value heads of one key head
     BLOCK_KEYS: tl.constexpr,  # all keys
     BLOCK_VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,  # a log decay for each key
 ):
     """The recurrence itself, node after node; every thread reads only those parts of snapshots that it wrote."""
     row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -589,7 +590,10 @@ def snapshots_kernel(
         k_at = k + row * k_row_stride + i * k_node_stride + (head // GROUP) * k_head_stride
         v_at = v + row * v_row_stride + i * v_node_stride + head * v_head_stride
         q_node, k_node = tl.load(q_at + at_k, mask=is_k, other=0.0), tl.load(k_at + at_k, mask=is_k, other=0.0)
-        current *= tl.exp(tl.load(g + token))
+        if BY_CHANNEL:
+            current *= tl.exp(tl.load(g + token * KEY_DIM + at_k, mask=is_k, other=0.0))[:, None]
+        else:
+            current *= tl.exp(tl.load(g + token))
         read_by_k = tl.sum(k_node[:, None] * current, 0)
         u = tl.load(beta + token) * (tl.load(v_at + at_v, mask=is_v, other=0.0) - read_by_k)
         current += k_node[:, None] * u[None, :]

@@ -15,7 +15,7 @@ from pathlib import Path
 SWITCH = "SPECMAMBA_TRITON"
 
 # A verify that folds pending records folds states in one of these operators and windows in another: all or none.
-FOLDING = ("causal_conv1d", "gated_delta_rule", "short_conv", "ssd")
+FOLDING = ("causal_conv1d", "gated_delta_rule", "selective_scan", "short_conv", "ssd")
 # One layout of quantized matrices serves both.
 MULTIPLYING_CODES = ("linear", "moe")
 

@@ -18,9 +18,7 @@ def takes_packed(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) ->
 
 
 @operator(
-    triton=lambda *given: (
-        given[1].latent_dim is None and not given[3].is_exact and gpu.can_launch(given[0], given[3].k_pool)
-    ),
+    triton=lambda *given: not given[3].is_exact and gpu.can_launch(given[0], given[3].k_pool),
     native=lambda *given: native_ops.can_take(given[0], given[3], given[4]),
 )
 def attend_layer(
@@ -34,7 +32,7 @@ def attend_layer(
     Args:
         projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates; or packed
             (``takes_packed``). Latent attention (``config.latent_dim``; MLA, arXiv 2405.04434, section 2.1) has values
-            of V <= D numbers, the last ones of their keys: projections have none. It has no form in Triton.
+            of V <= D numbers, the last ones of their keys: projections have none.
         config: heads, scale, norm and gate of this layer.
         angles: cosines and sines, see ``rowwise.rotate``; None: queries and keys are not rotated.
         kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0; with scales,

@@ -20,6 +20,7 @@ COMBINE_SPLITS = 16  # loaded at once
 NUM_WARPS = 4  # of the kernels without a product
 MIN_BLOCK = 16  # of a product
 PIECE = 16  # of a head in float32
+LATENT_PIECE = 128  # of a latent key in 16 bits; more pieces are loaded ahead, into registers that do not suffice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,14 @@ class Tile:
     num_warps: int
     num_stages: int
     piece: int = 0  # components of a head in one product with keys; 0: all
+
+
+def latent_tile(num_rows: int, dtype: torch.dtype, is_coded: bool = False) -> Tile:
+    """For latents: heads of 576 numbers, values of 512. Chosen without spills, not measured."""
+    if dtype is torch.float32:
+        return Tile(MIN_BLOCK, MIN_BLOCK, 8, 1, PIECE)
+    rows = MIN_BLOCK if is_coded else min(max(MIN_BLOCK, next_power_of_2(num_rows)), 32)
+    return Tile(rows, 32, 8, 1, LATENT_PIECE)
 
 
 def attend_tile(num_rows: int, head_dim: int, dtype: torch.dtype, is_split: bool, is_coded: bool = False) -> Tile:
@@ -86,12 +95,19 @@ CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.int8: 1, torch.float8
 
 
 def store_constexprs(
-    query_heads: int, key_heads: int, head_dim: int, rotated: int, has_norm: bool, codes: int = 0
+    query_heads: int,
+    key_heads: int,
+    head_dim: int,
+    rotated: int,
+    has_norm: bool,
+    codes: int = 0,
+    is_latent: bool = False,
 ) -> dict[str, Any]:
     """Constants of ``store_kernel``; ``rotated`` 0: no rotation."""
     return {
         "QUERY_HEADS": query_heads,
         "KEY_HEADS": key_heads,
+        "VALUE_HEADS": 0 if is_latent else key_heads,
         "D": head_dim,
         "ROTATED": rotated,
         "HAS_NORM": has_norm,
@@ -111,12 +127,18 @@ def attend_constexprs(
     has_gate: bool,
     is_wide: bool = False,
     codes: int = 0,
+    value_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Constants of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter."""
+    """Constants of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter.
+
+    ``value_dim``: None where values are as wide as keys.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
     return {
         "KEY_HEADS": key_heads,
         "GROUP": group,
         "D": head_dim,
+        "V": value_dim,
         "HAS_TREE": has_tree,
         "IS_SPLIT": is_split,
         "HAS_GATE": has_gate and not is_split,
@@ -125,25 +147,35 @@ def attend_constexprs(
         "BLOCK_N": tile.keys,
         "BLOCK_T": MIN_BLOCK,
         "BLOCK_D": max(MIN_BLOCK, next_power_of_2(head_dim)),
+        "BLOCK_V": max(MIN_BLOCK, next_power_of_2(value_dim)),
         "PIECE": tile.piece,
         "IS_WIDE": is_wide,
     }
 
 
-def combine_constexprs(query_heads: int, head_dim: int, has_gate: bool) -> dict[str, Any]:
+def combine_constexprs(query_heads: int, value_dim: int, has_gate: bool) -> dict[str, Any]:
     """Constants of ``combine_kernel``."""
     return {
         "QUERY_HEADS": query_heads,
-        "D": head_dim,
+        "V": value_dim,
         "HAS_GATE": has_gate,
         "BLOCK_S": COMBINE_SPLITS,
-        "BLOCK_D": next_power_of_2(head_dim),
+        "BLOCK_V": next_power_of_2(value_dim),
     }
 
 
 # strides over queries and positions, which may be few
 _FEW = {"table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"}
 UNALIGNED = frozenset({*_FEW, "k_scales_stride_t", "v_scales_stride_t"})  # and over the scales of a token's heads
+
+
+# Kimi-Linear and Ling-3: queries, their type and that of codes
+LATENTS = (
+    (8, torch.bfloat16, None),
+    (8, torch.bfloat16, torch.int8),
+    (8, torch.float32, None),
+    (2048, torch.bfloat16, None),
+)
 
 
 def variants() -> list[Variant]:
@@ -164,6 +196,10 @@ def variants() -> list[Variant]:
         attend_variant(8, 32, 8, 128, torch.float32, has_tree=True, stored=torch.int8),
         attend_variant(2048, 32, 8, 128, torch.bfloat16, has_tree=False, stored=torch.float8_e4m3fn),
         attend_variant(2048, 16, 2, 256, torch.bfloat16, has_tree=False, stored=torch.int8),
+        *(
+            attend_variant(num_queries, 32, 1, 576, dtype, has_tree=num_queries == 8, stored=stored, value_dim=512)
+            for num_queries, dtype, stored in LATENTS
+        ),
     ]
 
 
@@ -196,14 +232,22 @@ def attend_variant(
     dtype: torch.dtype,
     has_tree: bool,
     stored: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> Variant:
-    """The variant of a launch for so many queries, with a gate; ``stored``: dtype of codes, None: there are none."""
+    """The variant of a launch for so many queries; ``stored``: dtype of codes, None: there are none.
+
+    With a gate where ``value_dim`` is None; else of latents.
+    """
     from specmamba.kernels.paged_attention import triton_kernels as kernels
 
     group, is_split = query_heads // key_heads, num_queries <= MAX_SPLIT_QUERIES
+    has_gate = value_dim is None
     tile = attend_tile(num_queries * group, head_dim, dtype, is_split, stored is not None)
+    tile = tile if has_gate else latent_tile(num_queries * group, dtype, stored is not None)
     codes = 0 if stored is None else CODES[stored]
-    constexprs = attend_constexprs(tile, key_heads, group, head_dim, has_tree, is_split, has_gate=True, codes=codes)
+    constexprs = attend_constexprs(
+        tile, key_heads, group, head_dim, has_tree, is_split, has_gate, codes=codes, value_dim=value_dim
+    )
     types = {
         **dict.fromkeys(("q", "gate"), _pointer(dtype)),
         **_pool_types(dtype, stored),
@@ -213,9 +257,11 @@ def attend_variant(
         "seen": "*u8",
         "scale": "fp32",
     }
-    absent = ([] if has_tree else ["roots", "seen"]) + (["gate"] if is_split else ["peaks", "sums"])
+    absent = ([] if has_tree else ["roots", "seen"]) + ([] if is_split else ["peaks", "sums"])
+    absent += ["gate"] if is_split or not has_gate else []
     absent += [] if codes else SCALES
     name = f"{'tree' if has_tree else 'causal'} {_form(dtype, stored)} N={num_queries} group={group} D={head_dim}"
+    name += "" if value_dim is None else f" V={value_dim}"
     constexprs |= dict.fromkeys(absent)
     # as callers have them: a column per query or one for all of a tree, a bool beside the next
     constexprs |= {"seen_stride_m": 1} if has_tree else {"last_stride_n": 1}

@@ -12,15 +12,15 @@ def store_kernel(
     eps, num_queries,
     projected_stride_b, projected_stride_n, cos_stride_b, cos_stride_n, sin_stride_b, sin_stride_n,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_scales_stride_t, v_scales_stride_t,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr,
-    HAS_NORM: tl.constexpr, CODES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr,
+    ROTATED: tl.constexpr, HAS_NORM: tl.constexpr, CODES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: queries, keys and values alike."""
+    """Some heads of one token: queries, keys and values alike. VALUE_HEADS 0: values are a part of their keys."""
     token = tl.program_id(0).to(tl.int64)
     b, n = token // num_queries, token % num_queries
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    is_inside = (head < QUERY_HEADS + 2 * KEY_HEADS)[:, None] & (d < D)[None, :]
+    is_inside = (head < QUERY_HEADS + KEY_HEADS + VALUE_HEADS)[:, None] & (d < D)[None, :]
     is_turned = (head < QUERY_HEADS + KEY_HEADS)[:, None] & (d < ROTATED)[None, :]
     is_normed = is_inside & (head < QUERY_HEADS + KEY_HEADS)[:, None]
     mine = projected + b * projected_stride_b + n * projected_stride_n + head[:, None] * D
@@ -55,13 +55,16 @@ def store_kernel(
         kept, scales = coded(kept.to(tl.float32), CODES)
         of_head = head - QUERY_HEADS
         tl.store(k_scales + slot * k_scales_stride_t + of_head, scales, mask=(of_head >= 0) & (of_head < kept_heads))
-        of_head -= KEY_HEADS
-        tl.store(v_scales + slot * v_scales_stride_t + of_head, scales, mask=(of_head >= 0) & (of_head < kept_heads))
+        if VALUE_HEADS > 0:
+            of_head -= KEY_HEADS
+            of_values = v_scales + slot * v_scales_stride_t + of_head
+            tl.store(of_values, scales, mask=(of_head >= 0) & (of_head < kept_heads))
     key = (head - QUERY_HEADS)[:, None]
     is_key = is_inside & (key >= 0) & (key < kept_heads)
     tl.store(k_pool + slot * k_stride_t + key * k_stride_h + d[None, :], kept, mask=is_key)
-    is_value = is_inside & (key >= KEY_HEADS) & (key < KEY_HEADS + kept_heads)
-    tl.store(v_pool + slot * v_stride_t + (key - KEY_HEADS) * v_stride_h + d[None, :], kept, mask=is_value)
+    if VALUE_HEADS > 0:
+        is_value = is_inside & (key >= KEY_HEADS) & (key < KEY_HEADS + kept_heads)
+        tl.store(v_pool + slot * v_stride_t + (key - KEY_HEADS) * v_stride_h + d[None, :], kept, mask=is_value)
 
 
 @triton.jit
@@ -83,9 +86,9 @@ def attend_kernel(
     q_stride_b, q_stride_n, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     k_scales_stride_t, v_scales_stride_t, table_stride,
     last_stride_b, last_stride_n, seen_stride_b, seen_stride_n, seen_stride_m, gate_stride_b, gate_stride_n,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HAS_TREE: tl.constexpr, IS_SPLIT: tl.constexpr,
-    HAS_GATE: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, PIECE: tl.constexpr, IS_WIDE: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TREE: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_GATE: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some queries' heads of one key head, over a part of the row's keys where IS_SPLIT, else over all of them.
 
@@ -141,7 +144,7 @@ def attend_kernel(
         x = x.to(tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mean = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     unit = tl.zeros([1], tl.float32)
     end_of_text = end
     if HAS_TREE:
@@ -152,11 +155,11 @@ def attend_kernel(
         is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
         scores, slot = _scores(
             x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read, D,
-            CODES, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
+            CODES, BLOCK_M, BLOCK_N, BLOCK_D, PIECE, IS_WIDE,
         )  # fmt: skip
         peak, total, mean, unit = _attend_to(
             scores * scale, is_seen, values, v_stride_t, value_scales, v_scales_stride_t, slot, is_read, peak, total,
-            mean, unit, q.dtype.element_ty, D, CODES, BLOCK_D, IS_WIDE,
+            mean, unit, q.dtype.element_ty, V, CODES, BLOCK_V, IS_WIDE,
         )  # fmt: skip
     if HAS_TREE:
         # in small steps: who sees an entry is read for each query and key
@@ -169,17 +172,17 @@ def attend_kernel(
             is_read = tl.max(is_seen.to(tl.int32), axis=0) > 0
             scores, slot = _scores(
                 x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read,
-                D, CODES, BLOCK_M, BLOCK_T, BLOCK_D, PIECE,
+                D, CODES, BLOCK_M, BLOCK_T, BLOCK_D, PIECE, IS_WIDE,
             )  # fmt: skip
             peak, total, mean, unit = _attend_to(
                 scores * scale, is_seen, values, v_stride_t, value_scales, v_scales_stride_t, slot, is_read, peak,
-                total, mean, unit, q.dtype.element_ty, D, CODES, BLOCK_D, IS_WIDE,
+                total, mean, unit, q.dtype.element_ty, V, CODES, BLOCK_V, IS_WIDE,
             )  # fmt: skip
 
     mean = _in_numbers(mean, unit, CODES)
-    d = tl.arange(0, BLOCK_D)
-    at = out + place[:, None] * D + d[None, :]
-    is_out = is_query[:, None] & (d < D)[None, :]
+    d = tl.arange(0, BLOCK_V)
+    at = out + place[:, None] * V + d[None, :]
+    is_out = is_query[:, None] & (d < V)[None, :]
     if IS_SPLIT:
         tl.store(at, mean, mask=is_out)
         tl.store(sums + place, total, mask=is_query)
@@ -187,7 +190,7 @@ def attend_kernel(
     else:
         y = (mean / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
         if HAS_GATE:
-            gates = gate + b * gate_stride_b + n.to(tl.int64)[:, None] * gate_stride_n + head[:, None] * D + d[None, :]
+            gates = gate + b * gate_stride_b + n.to(tl.int64)[:, None] * gate_stride_n + head[:, None] * V + d[None, :]
             y = _gated(y, gates, is_out)
         tl.store(at, tl.where(is_alive[:, None], y, 0.0), mask=is_out)
 
@@ -210,12 +213,12 @@ def _whole_queries(queries, is_alive, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def _scores(
     x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots, is_read,
     D: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] products of queries and keys, and the slots [BLOCK_N, 1]; keys that are not read are zeros.
 
-    With a PIECE both are read anew by so many components of a head: in float32 more do not fit into registers. Products
-    with codes are multiplied by the scales of their keys.
+    With a PIECE both are read anew by so many components of a head: of float32 numbers, and of latents, more do not fit
+    into registers. Products with codes are multiplied by the scales of their keys.
     """
     slot = tl.load(slots, mask=is_read, other=0)[:, None]
     rows = keys + slot * k_stride_t
@@ -234,6 +237,9 @@ def _scores(
                 queries + d[None, :], mask=(is_alive & (num_flaws == 0))[:, None] & (d < D)[None, :], other=0.0
             )
             theirs = widened(tl.load(rows + d[None, :], mask=is_read[:, None] & (d < D)[None, :], other=0), CODES)
+            theirs = theirs.to(mine.dtype)
+            if IS_WIDE:
+                mine, theirs = mine.to(tl.float32), theirs.to(tl.float32)
             scores += tl.dot(mine, tl.trans(theirs), input_precision="ieee")
     if CODES > 0:
         of_keys = tl.load(key_scales + slot * k_scales_stride_t, mask=is_read[:, None], other=0.0)
@@ -244,17 +250,17 @@ def _scores(
 @triton.jit
 def _attend_to(
     scores, is_seen, values, v_stride_t, value_scales, v_scales_stride_t, slot, is_read, peak, total, mean, unit,
-    DTYPE: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr, BLOCK_D: tl.constexpr, IS_WIDE: tl.constexpr,
+    DTYPE: tl.constexpr, V: tl.constexpr, CODES: tl.constexpr, BLOCK_V: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """One block of keys more: the softmax of scores so far is mean / total, and ``peak`` is their maximum.
 
     Weights of codes are multiplied by the scales of their values: in units of the largest scale so far, as float16 has
     no room for small ones. ``mean`` is in this unit.
     """
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_V)
     mask = is_read[:, None]
-    if D != BLOCK_D:
-        mask = mask & (d < D)[None, :]
+    if V != BLOCK_V:
+        mask = mask & (d < V)[None, :]
     v = widened(tl.load(values + slot * v_stride_t + d[None, :], mask=mask, other=0), CODES).to(DTYPE)
     scores = tl.where(is_seen, scores, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
@@ -295,16 +301,16 @@ def _gated(y, gates, mask):
 @triton.jit(do_not_specialize=["num_queries", "num_splits"])
 def combine_kernel(
     parts, peaks, sums, rows, gate, out, num_queries, num_splits, gate_stride_b, gate_stride_n,
-    QUERY_HEADS: tl.constexpr, D: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, V: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """All parts of one query head's sum, then its gate."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, n = token // num_queries, token % num_queries
     entry, num_entries = token * QUERY_HEADS + head, tl.num_programs(0).to(tl.int64) * QUERY_HEADS
-    d = tl.arange(0, BLOCK_D)
-    is_out = d < D
+    d = tl.arange(0, BLOCK_V)
+    is_out = d < V
     peak, total = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32)
-    mean = tl.zeros([BLOCK_D], tl.float32)
+    mean = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, num_splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         at = split * num_entries + entry
@@ -314,11 +320,11 @@ def combine_kernel(
         new_peak = tl.maximum(peak, tl.max(peak_of_part, axis=0))
         shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         keep, weight = tl.exp2(peak - shift), tl.exp2(peak_of_part - shift)
-        part = tl.load(parts + at[:, None] * D + d[None, :], mask=is_part[:, None] & is_out[None, :], other=0.0)
+        part = tl.load(parts + at[:, None] * V + d[None, :], mask=is_part[:, None] & is_out[None, :], other=0.0)
         mean = mean * keep + tl.sum(part * weight[:, None], axis=0)
         total = total * keep + tl.sum(of_part * weight, axis=0)
         peak = new_peak
     y = (mean / tl.where(total == 0.0, 1.0, total)).to(out.dtype.element_ty)
     if HAS_GATE:
-        y = _gated(y, gate + b * gate_stride_b + n * gate_stride_n + head * D + d, is_out)
-    tl.store(out + entry * D + d, tl.where(tl.load(rows + b) != 0, y, 0.0), mask=is_out)
+        y = _gated(y, gate + b * gate_stride_b + n * gate_stride_n + head * V + d, is_out)
+    tl.store(out + entry * V + d, tl.where(tl.load(rows + b) != 0, y, 0.0), mask=is_out)

@@ -18,7 +18,7 @@ def attend_layer(
 ) -> Tensor:
     """Three launches for trees; rows of padding (``metadata.rows`` 0) get zeros, and nothing is stored in slot 0."""
     q = store(projected, config, angles, kv)
-    gate = projected[..., -config.num_query_heads * config.head_dim :] if config.has_gate else None
+    gate = projected[..., -config.num_query_heads * config.value_dim :] if config.has_gate else None
     return _attend(q, kv, metadata, config.scale, gate).flatten(2)
 
 
@@ -48,13 +48,20 @@ def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv:
     )
     if q.numel() == 0:
         return q
-    num_heads = config.num_query_heads + 2 * config.num_key_heads
+    is_latent = config.latent_dim is not None
+    num_heads = config.num_query_heads + (1 if is_latent else 2) * config.num_key_heads
     kernels.store_kernel[batch * num_queries, -(-num_heads // tiles.STORE_HEADS)](
         *(projected, norm, cos, sin, write_slots, q, *pools.tensors),
         *(config.norm_eps, num_queries),
         *(projected.stride(0), projected.stride(1), *angle_strides, *pools.strides),
         **tiles.store_constexprs(
-            config.num_query_heads, config.num_key_heads, config.head_dim, rotated, norm is not None, pools.codes
+            config.num_query_heads,
+            config.num_key_heads,
+            config.head_dim,
+            rotated,
+            norm is not None,
+            pools.codes,
+            is_latent,
         ),
         num_warps=tiles.NUM_WARPS,
         num_stages=1,
@@ -70,13 +77,13 @@ def attend(
 
     Args:
         q: [B, N, Hq, D].
-        k_pool, v_pool: [T, Hkv, D], Hq a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
+        k_pool, v_pool: [T, Hkv, D] and [T, Hkv, V], Hq a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
         metadata: which keys each query sees. Slots of keys that no query sees may hold anything. A query that sees none
             gets 0, and so do rows of padding.
         scale: of the scores; None: D**-0.5.
 
     Returns:
-        Output [B, N, Hq, D].
+        Output [B, N, Hq, V].
 
     Raises:
         ValueError: the numbers of a head do not lie side by side in a pool.
@@ -92,6 +99,7 @@ class _Pools:
     tensors: tuple[Tensor | None, ...]  # keys, values, scales of either
     strides: tuple[int, ...]
     key_heads: int
+    value_dim: int
     codes: int  # see ``tiles.CODES``; 0: none
 
     @classmethod
@@ -99,16 +107,17 @@ class _Pools:
         _check_pools(kv)
         k, v, scales = kv.k_pool, kv.v_pool, (kv.k_scales, kv.v_scales)
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *(0 if x is None else x.stride(0) for x in scales)
+        sizes = k.shape[1], v.shape[2]
         if kv.k_scales is None:
-            return cls((k, v, *scales), strides, k.shape[1], 0)
-        return cls((k.view(torch.int8), v.view(torch.int8), *scales), strides, k.shape[1], tiles.CODES[k.dtype])
+            return cls((k, v, *scales), strides, *sizes, 0)
+        return cls((k.view(torch.int8), v.view(torch.int8), *scales), strides, *sizes, tiles.CODES[k.dtype])
 
 
 def _attend(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
-    """``attend``, then times the sigmoid of the gate [B, N, Hq D]."""
+    """``attend``, then times the sigmoid of the gate [B, N, Hq V]."""
     pools = _Pools.of(kv)
     if q.numel() == 0:
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return _empty_outputs(q, pools)
     num_queries, dim = q.shape[1], q.shape[3]
     num_keys = min(metadata.num_keys, metadata.table.shape[1])
     if num_queries > tiles.MAX_SPLIT_QUERIES and tiles.prefers_torch(num_queries, num_keys, dim, q.dtype):
@@ -116,9 +125,19 @@ def _attend(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, g
     q, gate = _dense(q), None if gate is None else _dense(gate)
     if num_queries <= tiles.MAX_SPLIT_QUERIES:
         return _attend_in_parts(q, pools, metadata, num_keys, scale, gate)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = _empty_outputs(q, pools)
     _launch(q, pools, metadata, num_keys, scale, gate, out)
     return out
+
+
+def _empty_outputs(q: Tensor, pools: _Pools) -> Tensor:
+    return torch.empty(*q.shape[:3], pools.value_dim, dtype=q.dtype, device=q.device)
+
+
+def _tile_of(num_rows: int, dim: int, dtype: torch.dtype, pools: _Pools, is_split: bool) -> tiles.Tile:
+    if pools.value_dim != dim:
+        return tiles.latent_tile(num_rows, dtype, pools.codes > 0)
+    return tiles.attend_tile(num_rows, dim, dtype, is_split, is_coded=pools.codes > 0)
 
 
 def _attend_in_parts(
@@ -133,16 +152,16 @@ def _attend_in_parts(
     batch, num_queries, query_heads, dim = q.shape
     key_heads = pools.key_heads
     num_rows = num_queries * query_heads // key_heads
-    tile = tiles.attend_tile(num_rows, dim, q.dtype, is_split=True, is_coded=pools.codes > 0)
+    tile = _tile_of(num_rows, dim, q.dtype, pools, is_split=True)
     splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), num_keys)
-    parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    parts = torch.empty(splits, *q.shape[:3], pools.value_dim, dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     _launch(q, pools, metadata, num_keys, scale, None, parts, peaks, sums)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = _empty_outputs(q, pools)
     kernels.combine_kernel[batch * num_queries, query_heads](
         *(parts, peaks, sums, metadata.rows.contiguous(), gate, out, num_queries, splits),
         *((0, 0) if gate is None else (gate.stride(0), gate.stride(1))),
-        **tiles.combine_constexprs(query_heads, dim, gate is not None),
+        **tiles.combine_constexprs(query_heads, pools.value_dim, gate is not None),
         num_warps=tiles.NUM_WARPS,
         num_stages=1,
     )
@@ -164,7 +183,7 @@ def _launch(
     batch, num_queries, query_heads, dim = q.shape
     key_heads, is_split = pools.key_heads, sums is not None
     group = query_heads // key_heads
-    tile = tiles.attend_tile(num_queries * group, dim, q.dtype, is_split, pools.codes > 0)
+    tile = _tile_of(num_queries * group, dim, q.dtype, pools, is_split)
     roots = seen = None
     seen_b = seen_n = seen_m = num_entries = 0
     if metadata.roots is not None and metadata.seen is not None:
@@ -180,7 +199,8 @@ def _launch(
         *(table.stride(0), *metadata.last.stride(), seen_b, seen_n, seen_m),
         *((0, 0) if gate is None else gate.stride()[:2]),
         **tiles.attend_constexprs(
-            *(tile, key_heads, group, dim, seen is not None, is_split, gate is not None, q.is_cpu, pools.codes)
+            *(tile, key_heads, group, dim, seen is not None, is_split, gate is not None, q.is_cpu, pools.codes),
+            value_dim=pools.value_dim,
         ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

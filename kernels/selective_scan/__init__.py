@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.selective_scan import native_ops, torch_ops
 from specmamba.kernels.state_records import StateOperands
@@ -9,7 +10,7 @@ from specmamba.kernels.state_records import StateOperands
 __all__ = ["advance", "fold"]
 
 
-@operator(native=native_ops.can_take)
+@operator(triton=lambda *args: gpu.can_launch(args[0], args[-1].states), native=native_ops.can_take)
 def advance(c: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, state: StateOperands) -> Tensor:
     """Run tokens through the selective scan (arXiv 2312.00752), behind the states that they continue.
 
@@ -32,7 +33,7 @@ def advance(c: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, state: S
     return state.run(torch_ops, (c, b, u, dt, rates))
 
 
-@operator(native=native_ops.can_fold)
+@operator(triton=gpu.can_launch, native=native_ops.can_fold)
 def fold(state: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, num_pending: Tensor) -> Tensor:
     """Advance checkpoints over their pending records.
 

@@ -42,7 +42,7 @@ def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, ou
     return native_ops.can_take(state, k, u, decay, *(() if out is None else (out,)))
 
 
-@operator(triton=lambda *args: args[3].dim() == 3 and gpu.can_launch(*args), native=_is_native)
+@operator(triton=gpu.can_launch, native=_is_native)
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance checkpoints over their pending records by one rank-m update each, m records at once.
 

@@ -26,9 +26,11 @@ class Tile:
     num_warps: int
     num_stages: int = 1
 
-    @property
-    def constexprs(self) -> dict[str, int]:
-        return {"BLOCK_KEYS": self.keys, "BLOCK_VALUES": self.values, "BLOCK_RECORDS": RECORDS}
+
+def constexprs(kernel: Any, tile: Tile) -> dict[str, int]:
+    """Constants of a launch: those that ``kernel`` has as parameters."""
+    sizes = {"BLOCK_KEYS": tile.keys, "BLOCK_VALUES": tile.values, "BLOCK_RECORDS": RECORDS}
+    return {name: size for name, size in sizes.items() if name in kernel.arg_names}
 
 
 def fold_tile(key_dim: int, value_dim: int) -> Tile:
@@ -60,7 +62,8 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         return out
     tile = fold_tile(key_dim, value_dim)
     grid = -(-value_dim // tile.values), heads, batch
-    triton_kernels.fold[grid](
+    kernel = triton_kernels.fold if decay.dim() == 3 else triton_kernels.fold_by_channel
+    kernel[grid](
         state,
         k,
         u,
@@ -75,7 +78,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         *u.stride(),
         *decay.stride(),
         *out.stride(),
-        **tile.constexprs,
+        **constexprs(kernel, tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -83,17 +86,24 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
 
 
 def variants() -> list[Variant]:
-    """The fold of states in float32 and bfloat16, for the heads of the models there are."""
-    return [_fold_variant("fp32", 128, 128), _fold_variant("bf16", 128, 128), _fold_variant("fp32", 64, 64)]
+    """The folds of states in float32 and bfloat16, for the heads of the models there are."""
+    by_head, by_channel = triton_kernels.fold, triton_kernels.fold_by_channel
+    return [
+        _fold_variant("fold", by_head, "fp32", 128, 128),
+        _fold_variant("fold", by_head, "bf16", 128, 128),
+        _fold_variant("fold", by_head, "fp32", 64, 64),
+        _fold_variant("fold by channel", by_channel, "fp32", 128, 128),
+    ]
 
 
-def _fold_variant(dtype: str, key_dim: int, value_dim: int) -> Variant:
+def _fold_variant(what: str, kernel: Any, dtype: str, key_dim: int, value_dim: int) -> Variant:
     pointers = {"state": dtype, "records_k": "fp32", "records_u": "fp32", "records_decay": "fp32"}
     pointers |= {"num_pending": "i64", "out": dtype}
-    inner = dict.fromkeys(("state_value_stride", "keys_dim_stride", "updates_dim_stride", "decay_head_stride"), 1)
-    tile, name = fold_tile(key_dim, value_dim), f"fold {dtype} K={key_dim} V={value_dim}"
-    constants = {**tile.constexprs, **inner, "out_value_stride": 1}
-    return variant(name, triton_kernels.fold, pointers, constants, tile.num_warps, tile.num_stages)
+    of_decay = "decay_head_stride" if kernel is triton_kernels.fold else "decay_dim_stride"
+    inner = dict.fromkeys(("state_value_stride", "keys_dim_stride", "updates_dim_stride", of_decay), 1)
+    tile, name = fold_tile(key_dim, value_dim), f"{what} {dtype} K={key_dim} V={value_dim}"
+    constants = {**constexprs(kernel, tile), **inner, "out_value_stride": 1}
+    return variant(name, kernel, pointers, constants, tile.num_warps, tile.num_stages)
 
 
 def variant(

@@ -212,15 +212,13 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     """Set the types of recurrent states and of stored keys and values, and whether the device folds in the verify."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.mamba_ssm_dtype]
     kv_dtype = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[config.kv_cache_dtype]
-    state = loaded.cache_shape.state  # kernels that fold know decays by head alone
-    folds_in_verify = gpu.folds_in_verify(device) and not (state.decays_by_channel or state.is_selective)
     if config.deterministic:
         require_exact(loaded, device)
     shape = replace(
         loaded.cache_shape,
         state_dtype=dtype,
         kv_dtype=kv_dtype,
-        folds_in_verify=folds_in_verify,
+        folds_in_verify=gpu.folds_in_verify(device),
         is_exact=config.deterministic,
     )
     return replace(loaded, cache_shape=shape)

@@ -22,13 +22,15 @@ from transformers import (
     KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from specmamba import LLM, SamplingParams
 from specmamba.cli import main
 from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
-from tests.families import falcon_h1, kimi_linear, lfm2
+from tests.families import falcon_h1, kimi_linear, lfm2, mamba1
 from tests.families.checkpoints import write_checkpoint
 from tests.pairwise import IS_FULL
 from tests.repository import ROOT
@@ -51,15 +53,14 @@ TREE: dict[str, Any] = {"speculative_num_steps": 2, "speculative_eagle_topk": 2,
 
 
 def generate(**flags: Any) -> list[list[int]]:
-    """The tokens of two prompts."""
+    """The tokens of two prompts: three, or ``max_tokens``."""
+    params = SamplingParams(max_tokens=flags.pop("max_tokens", 3), temperature=0.0, ignore_eos=True)
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 48, "max_total_tokens": 192}
     with LLM(**settings, max_running_requests=2, **flags) as llm:
         runner = llm.engine.runner
         if runner.graph_runner is not None:
             runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
-        shape = llm.engine.model.cache_shape
-        assert shape.folds_in_verify == (gpu.folds_in_verify(torch.device("cpu")) and not shape.state.decays_by_channel)
-        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        assert llm.engine.model.cache_shape.folds_in_verify == gpu.folds_in_verify(torch.device("cpu"))
         return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]
 
 
@@ -102,6 +103,16 @@ def test_mamba2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["records", "snapshots"])
+def test_mamba1_with_drafts(tmp_path: Path, state: str) -> None:
+    """With more tokens than a row has records for: rows fold in the verify."""
+    config = MambaConfig(**mamba1.DEFAULTS | {"num_hidden_layers": 2})
+    write_checkpoint(tmp_path / "model", MambaForCausalLM(config), seed=3)
+    flags: dict[str, Any] = {"model": str(tmp_path / "model"), "speculative_state": state, "max_tokens": 20}
+    flags |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+    assert generate_interpreted(**flags, cuda_graph_max_bs=2) == generate(**flags)
+
+
+@pytest.mark.parametrize("state", ["records", "snapshots"])
 def test_short_convolutions_with_drafts(tmp_path: Path, state: str) -> None:
     """States are windows alone, which a verify moves where a row folds."""
     settings = lfm2.DEFAULTS | {"num_hidden_layers": 2, "layer_types": [lfm2.CONV, lfm2.ATTENTION]}
@@ -110,12 +121,12 @@ def test_short_convolutions_with_drafts(tmp_path: Path, state: str) -> None:
     assert generate_interpreted(**flags) == generate(**flags)
 
 
-def test_what_has_no_form_in_triton_runs_beside_what_has(tmp_path: Path) -> None:
-    """Decays by key channel and latent attention."""
+def test_decays_by_key_channel_with_drafts(tmp_path: Path) -> None:
+    """Beside latent attention; rows fold in the verify."""
     layers = {"layer_types": [kimi_linear.LINEAR, kimi_linear.FULL], "mlp_layer_types": ["dense", "sparse"]}
     config = KimiLinearConfig(**kimi_linear.DEFAULTS | layers, num_hidden_layers=2)
     write_checkpoint(tmp_path / "model", KimiLinearForCausalLM(config), seed=3)
-    flags: dict[str, Any] = {"model": str(tmp_path / "model"), "speculative_algorithm": "ngram"}
+    flags: dict[str, Any] = {"model": str(tmp_path / "model"), "speculative_algorithm": "ngram", "max_tokens": 16}
     flags |= {"speculative_num_draft_tokens": 5}
     assert generate_interpreted(**flags, cuda_graph_max_bs=2) == generate(**flags)
 

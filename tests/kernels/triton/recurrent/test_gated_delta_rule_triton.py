@@ -16,14 +16,14 @@ from specmamba.kernels.gated_delta_rule import reference, torch_ops
 from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, TreePlacement, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels import rounding
-from tests.kernels.recurrent import strong_decay
+from tests.kernels.recurrent import strong_decay, test_kda_rule
 from tests.kernels.recurrent.layer_case import copied, make_buffers_and_trees, moved
 from tests.kernels.recurrent.records import Records, make_records, make_state
 from tests.kernels.recurrent.test_gated_delta_rule import Tokens, make_tokens
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 pytest.importorskip("triton")
-from specmamba.kernels.gated_delta_rule import triton_kernels, triton_ops
+from specmamba.kernels.gated_delta_rule import tiles, triton_kernels, triton_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -246,17 +246,26 @@ class InPlace:
     heads, pending, folds = (1, 2, 16, 24), [3, 5, 4, 0], [True, False, True, True]
 
     def __init__(
-        self, nodes: int, dtype: torch.dtype = torch.float32, is_chain: bool = False, is_exact: bool = True
+        self,
+        nodes: int,
+        dtype: torch.dtype = torch.float32,
+        is_chain: bool = False,
+        is_exact: bool = True,
+        has_channels: bool = False,
     ) -> None:
         torch.manual_seed(nodes)
         shapes = ("chain",) if is_chain else ("bushy", "star", "chain")
         inputs = torch.float32 if is_exact else torch.bfloat16
-        made, trees = make_buffers_and_trees(self.heads, nodes, self.pending, shapes=shapes, dtype=inputs)
+        made, trees = make_buffers_and_trees(
+            self.heads, nodes, self.pending, shapes=shapes, dtype=inputs, has_channels=has_channels
+        )
         states = torch.cat([torch.full_like(made.states[:1], torch.nan), made.states])
         slots = torch.where(torch.tensor([True, True, False, True]), trees.slots + 1, 0)
         self.buffers: Buffers = replace(made, states=states.to(dtype))
         self.trees: Trees = replace(trees, slots=slots, folds=torch.tensor(self.folds), is_chain=is_chain)
         self.tokens, _ = make_tokens(4, nodes, self.heads, seed=nodes)
+        if has_channels:
+            self.tokens = test_kda_rule.make_tokens(4, nodes, self.heads, seed=nodes)
 
     def run(self, device: str, trees: Trees) -> tuple[Tensor, Buffers]:
         buffers, tokens = moved(copied(self.buffers), device), [x.to(device) for x in self.tokens]
@@ -271,6 +280,31 @@ class InPlace:
         places = count, t.node_offset, t.ancestors[b]
         return reference.tree_verify(*tokens, state[None].double(), records, TreePlacement(*places))[0], records
 
+    def check(self, device: str) -> None:
+        """Outputs, records and checkpoints are the reference's, and all other memory is as it was."""
+        out, after = self.run(device, self.trees)
+        eps = torch.finfo(self.buffers.states.dtype).eps
+        rounding = {"rtol": max(2e-5, eps), "atol": max(2e-5, eps)}
+        states, rings = self.buffers.states.clone(), [x.clone() for x in (after.k, after.u, after.decay)]
+        t, before = self.trees, (self.buffers.k, self.buffers.u, self.buffers.decay)
+        for b in (0, 1, 3):
+            row, slot, pending = t.rows[b], t.slots[b], self.pending[b]
+            if self.folds[b]:
+                old = [x[row][None].double() for x in before]
+                folded = records_reference.fold(states[slot][None].double(), *old, torch.tensor([pending]))
+                torch.testing.assert_close(after.states[slot].double(), folded[0], **rounding)
+                states[slot] = after.states[slot]
+            want, records = self.wanted(b, states[slot], 0 if self.folds[b] else pending)
+            torch.testing.assert_close(out[b].double(), want, **TOLERANCE)
+            for ring, kept, wanted in zip(rings, before, records, strict=True):
+                written = slice(t.node_offset, t.node_offset + self.trees.num_nodes)
+                torch.testing.assert_close(ring[row, written].double(), wanted[0, written], **TOLERANCE)
+                ring[row, written] = kept[row, written]
+        assert torch.equal(out[2], torch.zeros_like(out[2]))
+        assert torch.equal(bits(after.states), bits(states))
+        assert torch.equal(bits(states[t.slots[3]]), bits(self.buffers.states[t.slots[3]]))  # nothing was pending
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(rings, before, strict=True))
+
 
 @pytest.mark.fast_cases("fp32-4", "bf16-1")
 @pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
@@ -278,27 +312,7 @@ class InPlace:
 def test_in_place_with_folds(dtype: str, nodes: int, is_chain: bool, gpu_device: str) -> None:
     """A row that folds goes on from the checkpoint that it leaves; other slots and rows keep every bit."""
     case = InPlace(nodes, TYPES[dtype], is_chain)
-    out, after = case.run(gpu_device, case.trees)
-    rounding = {"rtol": max(2e-5, torch.finfo(TYPES[dtype]).eps), "atol": max(2e-5, torch.finfo(TYPES[dtype]).eps)}
-    states, rings = case.buffers.states.clone(), [x.clone() for x in (after.k, after.u, after.decay)]
-    t, before = case.trees, (case.buffers.k, case.buffers.u, case.buffers.decay)
-    for b in (0, 1, 3):
-        row, slot, pending = t.rows[b], t.slots[b], case.pending[b]
-        if case.folds[b]:
-            old = [x[row][None].double() for x in before]
-            folded = records_reference.fold(states[slot][None].double(), *old, torch.tensor([pending]))
-            torch.testing.assert_close(after.states[slot].double(), folded[0], **rounding)
-            states[slot] = after.states[slot]
-        want, records = case.wanted(b, states[slot], 0 if case.folds[b] else pending)
-        torch.testing.assert_close(out[b].double(), want, **TOLERANCE)
-        for ring, kept, wanted in zip(rings, before, records, strict=True):
-            written = slice(t.node_offset, t.node_offset + nodes)
-            torch.testing.assert_close(ring[row, written].double(), wanted[0, written], **TOLERANCE)
-            ring[row, written] = kept[row, written]
-    assert torch.equal(out[2], torch.zeros_like(out[2]))
-    assert torch.equal(bits(after.states), bits(states))
-    assert torch.equal(bits(states[t.slots[3]]), bits(case.buffers.states[t.slots[3]]))  # nothing was pending
-    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(rings, before, strict=True))
+    case.check(gpu_device)
 
 
 @pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
@@ -401,8 +415,12 @@ class Run:
 
     lengths, slots = torch.tensor([0, 1, 32, 70, 5]), torch.tensor([6, 2, 5, 1, 0])
 
-    def __init__(self, heads: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, heads: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, has_channels: bool = False
+    ) -> None:
         self.tokens, _ = make_tokens(5, 71, heads, seed=19)
+        if has_channels:
+            self.tokens = test_kda_rule.make_tokens(5, 71, heads, seed=19)
         beyond = torch.arange(71) >= self.lengths[:, None]
         for x in self.tokens:
             x[beyond] = torch.nan
@@ -526,9 +544,9 @@ def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: p
 
 def test_tiles_are_large_enough_powers_of_two() -> None:
     for nodes in (2, 8, 16, 17, 64, 100):
-        tile = triton_ops.tree_tile(nodes, 128)
+        tile = tiles.tree_tile(nodes, 128)
         assert tile.tokens >= max(16, nodes)
         assert all(size >= 16 and size & (size - 1) == 0 for size in (tile.tokens, tile.keys, tile.values))
-    assert all(triton_ops.root_tile(dim, dim).keys >= dim for dim in (5, 64, 100, 256))
-    names = [variant.name for variant in triton_ops.variants()]
+    assert all(tiles.root_tile(dim, dim).keys >= dim for dim in (5, 64, 100, 256))
+    names = [variant.name for variant in tiles.variants()]
     assert len(names) == len(set(names))

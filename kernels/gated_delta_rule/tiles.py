@@ -1,0 +1,169 @@
+"""Block sizes of the gated delta rule's Triton kernels, and the variants compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specmamba.kernels.gated_delta_rule import triton_channels as channels
+from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
+from specmamba.kernels.gpu import Variant, Work
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
+
+MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of one program: tokens or nodes, keys, values; and its warps and pipeline stages.
+
+    Chosen from register and shared-memory limits (64 KB of LDS on gfx942), not measured. Narrow blocks of values make
+    many programs out of few rows, but every block of a head repeats the products of keys and queries.
+    """
+
+    tokens: int
+    keys: int
+    values: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def root_tile(key_dim: int, value_dim: int) -> Tile:
+    """Choose the tile for trees of one node: the state is read once and used at once, with many loads in flight."""
+    keys = block(key_dim)
+    return Tile(1, keys, block(value_dim, 32), num_warps=4 if keys <= 128 else 8)
+
+
+def chain_tile(key_dim: int, value_dim: int) -> Tile:
+    """Choose the tile for short chains: one warp, whose threads have 64 numbers of the state each in registers.
+
+    Sums over keys are then exchanged between lanes, without barriers. On sm_90, of blocks of 8, 16 and 32 values of 128
+    keys, 16 need the fewest instructions without spills.
+    """
+    keys = block(key_dim)
+    return Tile(MAX_CHAIN, keys, min(max(4, 2048 // keys), block(value_dim)), num_warps=1)
+
+
+def tree_tile(num_nodes: int, value_dim: int, is_exact: bool = True, num_states: int = MANY_STATES) -> Tile:
+    """Choose the tile for larger trees: nodes stay in registers, 16 keys of the state at a time; with 32 they spill.
+
+    Products that are not exact run on tensor cores, where a warp has 16 nodes: more warps would repeat its products.
+    ``num_states``: heads of all rows. On an H200, of blocks of 16, 32 and 64 values and 1, 2 and 4 warps, those of 64
+    on one warp took two thirds of the time of the next for 1024 states and more, and 1.1 times that of 32 for 32.
+    """
+    nodes = block(num_nodes)
+    if nodes > 32:
+        return Tile(nodes, 16, 16, num_warps=8)
+    if is_exact:
+        return Tile(nodes, 16, block(value_dim, 32), num_warps=4)
+    values = 64 if nodes == 16 and num_states >= MANY_STATES else 32
+    return Tile(nodes, 16, block(value_dim, values), num_warps=nodes // 16)
+
+
+def channel_tile(key_dim: int, value_dim: int, num_nodes: int = 1) -> Tile:
+    """Choose the tile for decays by channel: as for short chains, with room for more nodes."""
+    return replace(chain_tile(key_dim, value_dim), tokens=block(num_nodes))
+
+
+def extend_tile(key_dim: int, value_dim: int) -> Tile:
+    """Choose the tile for known tokens: 32 at a time.
+
+    Products in parts spill registers in it, and of 14 tiles on an H200 it was the fastest all the same.
+    """
+    return Tile(32, block(key_dim, 32), block(value_dim, 32), num_warps=4)
+
+
+def constexprs(
+    kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int, parts: str = "none", by_channel: bool = False
+) -> dict[str, Any]:
+    """Constants of a launch: those of all kernels of this operator that ``kernel`` has as parameters."""
+    values = {
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "GROUP": group,
+        "BLOCK_NODES": tile.tokens,
+        "BLOCK_TOKENS": tile.tokens,
+        "BLOCK_KEYS": tile.keys,
+        "BLOCK_VALUES": tile.values,
+        "BLOCK_RECORDS": RECORDS,
+        "PARTS": parts,
+        "BY_CHANNEL": by_channel,
+    }
+    return {name: value for name, value in values.items() if name in kernel.arg_names}
+
+
+def grid_of(tile: Tile, batch: int, heads: int, value_dim: int) -> tuple[int, int, int]:
+    """A program for each block of values of each head of each row."""
+    return -(-value_dim // tile.values), heads, batch
+
+
+def variants() -> list[Variant]:
+    """Trees of 1, 16 and 64 nodes, chains, known tokens, snapshots; heads of 128, and of others where tiles change."""
+    root, chain, tree = kernels.root_kernel, kernels.chain_kernel, kernels.tree_kernel
+    return [
+        _variant("tree_verify N=1", root, root_tile(128, 128), "fp32", 128),
+        _variant("tree_verify N=1", root, root_tile(256, 128), "bf16", 256),
+        _variant("tree_verify chain N=4", chain, chain_tile(128, 128), "fp32", 128, nodes=4),
+        _variant("tree_verify chain N=4", chain, chain_tile(128, 128), "bf16", 128, nodes=4),
+        _variant("tree_verify chain N=8", chain, chain_tile(64, 128), "fp32", 64, nodes=8),
+        _variant("tree_verify chain N=8", chain, chain_tile(256, 128), "bf16", 256, nodes=8),
+        _variant("tree_verify N=4", tree, tree_tile(4, 128), "fp32", 128, nodes=4),
+        _variant("tree_verify N=8", tree, tree_tile(8, 128), "bf16", 128, nodes=8),
+        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 64, nodes=16),
+        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 128, nodes=16),
+        _variant("tree_verify N=64", tree, tree_tile(64, 128), "fp32", 128, nodes=64),
+        _variant("tree_verify N=8 split", tree, tree_tile(8, 128, False), "bf16", 128, nodes=8, is_exact=False),
+        _variant("tree_verify N=16 split", tree, tree_tile(16, 128, False), "fp32", 128, nodes=16, is_exact=False),
+        _variant("tree_verify N=16 split", tree, tree_tile(16, 128, False), "fp32", 256, nodes=16, is_exact=False),
+        _variant(
+            "tree_verify few N=16 split", tree, tree_tile(16, 128, False, 32), "bf16", 128, nodes=16, is_exact=False
+        ),
+        _variant("tree_verify N=32 split", tree, tree_tile(32, 128, False), "fp32", 128, nodes=32, is_exact=False),
+        _variant("extend", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128),
+        _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
+        _variant("extend split", kernels.extend_kernel, extend_tile(128, 128), "fp32", 128, is_exact=False),
+        _variant("extend split", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128, is_exact=False),
+        _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
+        *_channel_variants(),
+    ]
+
+
+def _channel_variants() -> list[Variant]:
+    """Of Kimi Delta Attention."""
+    tree, snapshots = channels.channel_tree_kernel, kernels.snapshots_kernel
+    return [
+        _variant("by channel tree_verify N=1", tree, channel_tile(128, 128), "fp32", 128),
+        _variant("by channel tree_verify N=8", tree, channel_tile(128, 128, 8), "bf16", 128),
+        _variant("by channel tree_verify N=64", tree, channel_tile(64, 128, 64), "fp32", 64),
+        _variant("by channel extend", channels.channel_extend_kernel, channel_tile(128, 128), "fp32", 128),
+        _variant("by channel extend", channels.channel_extend_kernel, channel_tile(128, 128), "bf16", 128),
+        _variant("by channel tree_verify_snapshots", snapshots, root_tile(128, 128), "fp32", 128),
+    ]
+
+
+POINTERS: Mapping[str, str] = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "out", "work", "snapshots"), "fp32"),
+    **dict.fromkeys(("records_k", "records_u", "records_decay"), "fp32"),
+    **dict.fromkeys(("rows", "slots", "num_pending", "parents", "lengths"), "i64"),
+    **dict.fromkeys(("folds", "ancestors"), "i1"),
+}
+
+
+def _variant(
+    what: str, kernel: Any, tile: Tile, state_dtype: str, key_dim: int, nodes: int = 0, is_exact: bool = True
+) -> Variant:
+    pointers = {name: POINTERS.get(name, state_dtype) for name in (*POINTERS, "state", "states")}
+    taken = {name: of for name, of in pointers.items() if name in kernel.arg_names}
+    parts, by_channel = "none" if is_exact else "bf16", what.startswith("by channel")
+    constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, 2, parts, by_channel)
+    if state_dtype == "fp32" and taken.pop("work", ""):
+        constants["work"] = None
+    name = f"{what} {state_dtype} K={key_dim} V=128"
+    made = variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)
+    if nodes == 0:
+        return made
+    # split kernels advance states that fold alone, and read what is pending otherwise: counted is a row that does not
+    folded = {"count": 0, "num_unfolded": COUNTED_PENDING}
+    sizes = {"num_nodes": nodes, "num_steps": nodes - 1, "count": COUNTED_PENDING} | ({} if is_exact else folded)
+    return replace(made, work=Work(grid_of(tile, 1, 1, 128)[0], sizes))
