@@ -132,10 +132,9 @@ class Engine:
         return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self.ranks.size == 1:
-            self.runner.graph_runner = build_graph_runner(
-                config, self.pools, self.memory_plan, self.device, self.num_threads
-            )
+        self.runner.graph_runner = build_graph_runner(
+            config, self.pools, self.memory_plan, self.device, self.num_threads, self.ranks
+        )
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()

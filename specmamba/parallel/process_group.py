@@ -71,7 +71,7 @@ class ProcessRanks(Ranks):
         return self._memory is not None
 
     def counts(self) -> Mapping[str, Count] | None:
-        """What was exchanged over shared memory so far, by kind; None: there is none."""
+        """As ``Ranks.counts``."""
         return None if self._memory is None else self._memory.exchange.counts()
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specmamba.kernels.exchange import Count
 
 
 class Ranks:
@@ -62,6 +68,10 @@ class Ranks:
     def is_recordable(self) -> bool:
         """Whether exchanges can be a part of captured steps."""
         return self.size == 1
+
+    def counts(self) -> Mapping[str, Count] | None:
+        """What was exchanged over shared memory so far, by kind; None: nothing goes over it."""
+        return None
 
     def tell(self, message: bytes) -> bool:
         """Send a message of rank 0 to all others; whether there is a faster way for it than a connection's.

@@ -7,7 +7,7 @@ would give them different lengths, and the next exchange would mix rows of diffe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from specmamba.core import Batch, DraftTree, TreeShape, Verdict
 from specmamba.kernels import tree as tree_ops
 from specmamba.parallel.ranks import Ranks
 from specmamba.verify.state_buffers import VerifySlots
-from specmamba.verify.step import Drafts, Scored, Verifier
+from specmamba.verify.step import Drafts, GivenDrafts, Scored, Verifier
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,32 @@ class SameDrafts:
         self.drafts.observe(batch, verdict, features)
 
 
+@dataclass(frozen=True)
+class SameDraftsInStep:
+    """``SameDrafts`` in a captured step, which has the same sizes on all ranks."""
+
+    drafts: Drafts
+    ranks: Ranks
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Draft on every rank, and take the tokens of rank 0, and the parents where they are not always the same."""
+        tree, ranks = self.drafts.propose(batch), self.ranks
+        shape = tree.shape
+        if shape.num_nodes == 1:
+            return tree
+        given = torch.stack([tree.tokens] if shape.is_chain else [tree.tokens, shape.parents])
+        ranks.broadcast(given)
+        if ranks.is_first:
+            return tree
+        if not shape.is_chain:
+            shape = _shape(given[1], False, shape.max_children)
+        return replace(tree, tokens=given[0], shape=shape)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter."""
+        self.drafts.observe(batch, verdict, features)
+
+
 def _shape(parents: Tensor, is_chain: bool, max_children: int) -> TreeShape:
     ancestors = tree_ops.ancestors(parents)
     return TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain, max_children)
@@ -57,8 +83,15 @@ class RankVerifier(Verifier):
     ranks: Ranks
 
     def score(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> Scored:
-        """As ``Verifier.score``, with the trees of rank 0."""
-        return super().score(batch, SameDrafts(drafts, self.ranks), slots)
+        """As ``Verifier.score``, with the trees of rank 0; those that a captured step is given are so already."""
+        if slots is None:
+            return super().score(batch, self.same(drafts), slots)
+        is_same = isinstance(drafts, GivenDrafts)
+        return super().score(batch, drafts if is_same else SameDraftsInStep(drafts, self.ranks), slots)
+
+    def same(self, drafts: Drafts) -> Drafts:
+        """As ``Verifier.same``."""
+        return SameDrafts(drafts, self.ranks)
 
     def accept(self, batch: Batch, scored: Scored) -> Verdict:
         """As ``Verifier.accept``, decided by rank 0: the others need no sampling settings, grammars or logits."""
