@@ -1,25 +1,25 @@
-// Numbers in memory that several processes share, and how one of them waits for a number of another: it looks for some
-// microseconds, then gives way to other programs between looks, and sleeps after a millisecond.
+// Numbers in memory that several processes share, and how one of them waits for a number of another: it looks for a part
+// of a millisecond, and then sleeps; where both run on one processor, it sleeps at once.
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <thread>
 
 namespace specmamba {
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "locks of one process do not hold for others");
 
-constexpr int kLooks = 512;                                 // before this processor is offered to others
-constexpr int kLooksBetween = 32;                           // two such offers
-constexpr auto kAwake = std::chrono::microseconds(1000);    // before sleep
-constexpr auto kAsleep = std::chrono::milliseconds(50);     // before a look at what wakes no sleeper
+constexpr int kLooks = 16;                               // between two looks at the clock, about a microsecond
+constexpr auto kAwake = std::chrono::microseconds(300);  // before sleep
+constexpr auto kAsleep = std::chrono::milliseconds(50);  // before a look at what wakes no sleeper
 
 using Clock = std::chrono::steady_clock;
 
@@ -36,6 +36,7 @@ class Signal {
  public:
   // Everything written before is seen by who sees the number.
   void raise(uint32_t number) {
+    processor_.store(sched_getcpu(), std::memory_order_relaxed);
     // in one order with a sleeper's count and its look at the number: one of the two sees the other
     number_.store(number, std::memory_order_seq_cst);
     if (num_sleepers_.load(std::memory_order_seq_cst) != 0)
@@ -47,22 +48,15 @@ class Signal {
   // Waits for a number, until a time or until `gives_up`, which is asked between sleeps. Whether it came.
   template <typename GivesUp>
   bool wait(uint32_t number, Clock::time_point end, const GivesUp& gives_up) {
-    for (int i = 0; i < kLooks; ++i) {
-      if (has(number)) return true;
-      pause();
-    }
+    if (has(number)) return true;
     const auto last = std::min(end, Clock::now() + kAwake);
-    while (Clock::now() < last) {
-      std::this_thread::yield();
-      for (int i = 0; i < kLooksBetween; ++i) {
+    while (processor_.load(std::memory_order_relaxed) != sched_getcpu() && Clock::now() < last)
+      for (int i = 0; i < kLooks; ++i) {
         if (has(number)) return true;
         pause();
       }
-    }
-    while (!has(number)) {
+    for (sleep(number); !has(number); sleep(number))
       if (gives_up() || Clock::now() >= end) return has(number);
-      sleep(number);
-    }
     return true;
   }
 
@@ -80,6 +74,7 @@ class Signal {
   }
 
   std::atomic<uint32_t> number_, num_sleepers_;
+  std::atomic<int> processor_;  // that raised it last
 };
 
 }  // namespace specmamba
