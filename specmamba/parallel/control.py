@@ -30,6 +30,7 @@ BEAT_S = 0.5
 MAX_SILENCE = 10
 JOIN_TIMEOUT_S = 300.0  # in which the other ranks import what they need
 HELLO_TIMEOUT_S = 5.0  # in which a process that has connected says which rank it is
+LAST_S = 2.0  # in which the last command comes over the connection of a rank 0 that has left
 TOLD_MS = 50  # for which a rank waits for a command in shared memory before it looks at what comes over its connection
 Lost = Callable[[RankLostError], None]
 
@@ -238,11 +239,18 @@ class FirstRankLink:
     def receive(self) -> dict[str, Any]:
         """Wait for the next command. Raises RuntimeError: another rank has ended."""
         while self._ranks.is_recordable and self._ranks.size > 1:
-            if (line := self._ranks.told(TOLD_MS)) is not None:
+            try:
+                line = self._ranks.told(TOLD_MS)
+            except RuntimeError:  # also where rank 0 has told the end, and left
+                with self._condition:
+                    if not self._condition.wait_for(lambda: bool(self._received), LAST_S):
+                        raise
+                    return self._received.pop(0)
+            if line is not None:
                 message: dict[str, Any] = json.loads(line)
                 return message
             with self._condition:
-                if self._received:  # the last one, when rank 0 ends
+                if self._received:
                     return self._received.pop(0)
         with self._condition:
             self._condition.wait_for(lambda: bool(self._received))

@@ -233,7 +233,7 @@ def test_ranks_without_native_code_exchange_over_sockets() -> None:
         expected = alone.generate(PROMPTS, GREEDY)
     done = python("-c", SOCKETS, SPECMAMBA_NATIVE="0")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [output.token_ids for output in expected]
+    assert json.loads(done.stdout) == [[*output.token_ids] for output in expected]
 
 
 @pytest.mark.slow
