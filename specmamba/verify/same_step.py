@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, DraftTree, TreeShape, Verdict
+from specmamba.core import Batch, DraftTree, Packing, TreeShape, Verdict
 from specmamba.kernels import tree as tree_ops
 from specmamba.parallel.ranks import Ranks
 from specmamba.verify.state_buffers import VerifySlots
@@ -29,16 +29,23 @@ class SameDrafts:
     def propose(self, batch: Batch) -> DraftTree:
         """Draft on every rank, and take the trees of rank 0."""
         tree, ranks = self.drafts.propose(batch), self.ranks
-        shape = tree.shape
-        sizes = torch.tensor([shape.num_nodes, shape.is_chain, shape.max_children], device=tree.tokens.device)
-        num_nodes, is_chain, max_children = ranks.broadcast(sizes).tolist()
+        shape, device = tree.shape, tree.tokens.device
+        num_packed = 0 if shape.packing is None else shape.packing.num_packed
+        sizes = torch.tensor([shape.num_nodes, shape.is_chain, shape.max_children, num_packed], device=device)
+        num_nodes, is_chain, max_children, num_packed = ranks.broadcast(sizes).tolist()
         if ranks.is_first:
-            own = torch.stack([tree.tokens, shape.parents])
-            ranks.broadcast(own.contiguous())
+            ranks.broadcast(torch.stack([tree.tokens, shape.parents]))
+            if shape.packing is not None:
+                ranks.broadcast(torch.cat(_columns(shape.packing)))
             return tree
-        given = torch.empty((2, batch.size, num_nodes), dtype=torch.int64, device=tree.tokens.device)
+        given = torch.empty((2, batch.size, num_nodes), dtype=torch.int64, device=device)
         tokens, parents = ranks.broadcast(given).unbind()
-        return DraftTree(tokens.contiguous(), _shape(parents.contiguous(), bool(is_chain), max_children))
+        own = _shape(parents.contiguous(), bool(is_chain), max_children)
+        if num_packed:
+            lengths = [num_packed, batch.size * num_nodes, batch.size, batch.size]
+            columns = torch.empty(sum(lengths), dtype=torch.int64, device=device)
+            own = replace(own, packing=Packing(*ranks.broadcast(columns).split(lengths)))
+        return DraftTree(tokens.contiguous(), own)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Pass the verdict to the drafter."""
@@ -63,12 +70,16 @@ class SameDraftsInStep:
         if ranks.is_first:
             return tree
         if not shape.is_chain:
-            shape = _shape(given[1], False, shape.max_children)
+            shape = replace(_shape(given[1], False, shape.max_children), packing=shape.packing)
         return replace(tree, tokens=given[0], shape=shape)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Pass the verdict to the drafter."""
         self.drafts.observe(batch, verdict, features)
+
+
+def _columns(packing: Packing) -> tuple[Tensor, ...]:
+    return packing.places, packing.nodes, packing.firsts, packing.counts
 
 
 def _shape(parents: Tensor, is_chain: bool, max_children: int) -> TreeShape:

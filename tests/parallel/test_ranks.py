@@ -104,13 +104,17 @@ def test_one_process_imports_nothing_of_this() -> None:
             {"cuda_graph_max_bs": 4, "device": "cuda"},
             "--cuda-graph-max-bs: on GPUs steps of several ranks are not capt",
         ),
-        ({"speculative_adaptive": "auto"}, "--speculative-adaptive auto: drafts of several ranks have fixed sizes"),
+        (
+            {"speculative_adaptive": "auto", "device": "cuda"},
+            "--speculative-adaptive auto: on GPUs drafts of several r",
+        ),
     ],
 )
 def test_flags_that_need_one_process(flags: dict[str, Any], message: str, no_settings_from_outside: None) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(tp_size=2, **flags)
-    assert EngineConfig(tp_size=2).on_device("cpu").speculative_adaptive == "off"
+    assert EngineConfig(tp_size=2).on_device("cpu").speculative_adaptive == "auto"
+    assert EngineConfig(tp_size=2).on_device("cuda").speculative_adaptive == "off"
     assert EngineConfig(tp_size=2).on_device("cpu").largest_captured_batch > 0
     assert EngineConfig(tp_size=2).on_device("cuda").largest_captured_batch == 0
 
