@@ -175,7 +175,7 @@ class EngineConfig(ModelFlags):
     @property
     def largest_captured_batch(self) -> int:
         """Requests of the largest step that is captured; 0: none is."""
-        if self.disable_cuda_graph or self.tp_size > 1:  # exchanges between ranks are captured nowhere
+        if self.disable_cuda_graph:
             return 0
         return min(self.cuda_graph_max_bs or DEFAULT_LARGEST, self.max_running_requests)
 

@@ -144,6 +144,7 @@ def report_of(
 ) -> dict[str, Any]:
     """The report, of what each engine says of itself and of all rounds."""
     first = next(iter(facts.values()))
+    is_over_memory = any(each["is_over_memory"] for rounds in played.values() for each in rounds)
     return {
         "model": Path(config.model_path).name if config.model else "specmamba-demo",
         "dtype": first["dtype"],
@@ -151,6 +152,7 @@ def report_of(
         "native": first["native"]["level"],
         "versions": versions(("specmamba", "torch")),
         "captured": not config.disable_cuda_graph,
+        "exchanges": "shared memory" if is_over_memory else "sockets",
         **config.model_dump(
             include={"tp_size", "num_threads", "speculative_algorithm", "prompt_tokens", "max_tokens", "rounds"}
         ),
@@ -164,7 +166,7 @@ def print_report(report: Report) -> None:
     captured = "captured" if report["captured"] else "operator by operator"
     page.lines(
         f"{report['model']}, {report['dtype']}, {report['machine']}, {report['native'] or 'no native kernels'}, drafts "
-        f"{report['speculative_algorithm']}; steps of one process {captured}"
+        f"{report['speculative_algorithm']}; steps {captured}; ranks exchange over {report['exchanges']}"
     )
     names, shares = ("tokens_per_second", "over_first", "step_ms"), ("all_reduce_share", "exchange_share")
     page.table(

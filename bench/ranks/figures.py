@@ -11,19 +11,22 @@ Decoded = Mapping[str, Any]  # what ``RankWorker.decode`` returns
 DIGITS = 3
 
 
-def sent_bytes(kind: str, nbytes: float, num_ranks: int) -> float:
+def sent_bytes(kind: str, nbytes: float, num_ranks: int, is_over_memory: bool = False) -> float:
     """Bytes that rank 0 sends in an exchange.
 
-    A sum goes around a ring twice, every time in all parts but one (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009, section 3); parts that are joined go around it once; what rank 0
-    tells all others goes down a binomial tree. So gloo does: these are its bytes without headers, as counted with two
-    and with four ranks.
+    Over shared memory it writes its tensor once. By gloo a sum goes around a ring twice, every time in all parts but
+    one (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3);
+    parts that are joined go around it once; what rank 0 tells all others goes down a binomial tree. These are its bytes
+    without headers, as counted with two and with four ranks.
 
     Args:
         kind: "all_reduce", "all_gather" or "broadcast".
         nbytes: of the rank's tensor.
         num_ranks: N.
+        is_over_memory: whether ranks share memory.
     """
+    if is_over_memory:
+        return nbytes
     times = {
         "all_reduce": 2 * (num_ranks - 1) / num_ranks,
         "all_gather": num_ranks - 1,
@@ -40,7 +43,8 @@ def exchange_figures(decoded: Decoded, num_ranks: int) -> dict[str, float]:
         step; by kind ``..._per_step``, ``..._ms_per_step`` and ``..._bytes_per_token``.
     """
     tokens, steps, seconds, kinds = (decoded[name] for name in ("tokens", "steps", "seconds", "exchanges"))
-    sent = {kind: sent_bytes(kind, found["nbytes"], num_ranks) / tokens for kind, found in kinds.items()}
+    way = num_ranks, bool(decoded["is_over_memory"])
+    sent = {kind: sent_bytes(kind, found["nbytes"], *way) / tokens for kind, found in kinds.items()}
     figures = {
         "sent_bytes_per_token": sum(sent.values()),
         "all_reduce_share": kinds["all_reduce"]["seconds"] / seconds,

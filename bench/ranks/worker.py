@@ -6,7 +6,7 @@ Requests are those of ``llama_cpp/worker.py``, and "decode".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,16 +31,24 @@ class Exchanged:
 
 
 class Exchanges:
-    """Counts of all exchanges of an engine's ranks. The methods of its object are replaced, for this process only."""
+    """Counts of all exchanges of an engine's ranks.
+
+    Those over shared memory are counted where they are made, in captured steps too. For others the methods of the
+    object are replaced, for this process only.
+    """
 
     def __init__(self, ranks: Any) -> None:
         """``ranks``: of the engine, whose layers call the methods that are replaced here."""
+        self._counts: Callable[[], Mapping[str, Any] | None] = ranks.counts
+        self.is_over_memory = self._counts() is not None
         self.by_kind = {kind: Exchanged() for kind in KINDS}
-        for kind in KINDS:
+        for kind in KINDS if not self.is_over_memory else ():
             setattr(ranks, kind, self._counted(getattr(ranks, kind), self.by_kind[kind]))
 
     def snapshot(self) -> dict[str, Exchanged]:
         """The counts until now."""
+        if (found := self._counts()) is not None:
+            return {kind: Exchanged(*found[kind]) for kind in KINDS}
         return {kind: Exchanged(**asdict(counts)) for kind, counts in self.by_kind.items()}
 
     @staticmethod
@@ -71,7 +79,8 @@ class RankWorker(Worker):
         """Continue prompts together, greedily, and time the steps after the one that gives the last first token.
 
         Returns:
-            {"tokens", "steps", "seconds"} of these steps, and "exchanges", the fields of ``Exchanged`` by kind.
+            {"tokens", "steps", "seconds"} of these steps, "exchanges", the fields of ``Exchanged`` by kind, and
+            "is_over_memory": whether they go over shared memory.
         """
         engine, exchanges = self.llm.engine, self._exchanges
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -91,7 +100,9 @@ class RankWorker(Worker):
         seconds = time.perf_counter() - began
         after = exchanges.snapshot() if exchanges else {}
         found = {kind: asdict(after[kind].since(before[kind])) for kind in after}
-        return {"tokens": tokens, "steps": steps, "seconds": seconds, "exchanges": found}
+        is_over_memory = exchanges is not None and exchanges.is_over_memory
+        counts = {"tokens": tokens, "steps": steps, "seconds": seconds}
+        return {**counts, "exchanges": found, "is_over_memory": is_over_memory}
 
 
 if __name__ == "__main__":

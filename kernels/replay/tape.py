@@ -15,6 +15,7 @@ from specmamba.kernels.native import library
 from specmamba.kernels.native.calls import NativeFunction
 
 SOURCE = Path(__file__).parent / "native.cpp"
+_REASONS = "an index is outside of what it indexes, or another rank has ended"
 
 
 class NativeCall(NamedTuple):
@@ -99,7 +100,7 @@ class Tape:
         """Make all calls.
 
         Raises:
-            RuntimeError: a call failed: an index is outside of what it indexes.
+            RuntimeError: a call failed: an index is outside of what it indexes, or another rank has ended.
         """
         handle = threads.handle
         for first, end, python in self._segments:
@@ -110,7 +111,7 @@ class Tape:
             if reached != end:
                 failed = self._calls[reached]
                 assert isinstance(failed, NativeCall)
-                raise RuntimeError(f"{failed.function.name} of a captured step got an index outside")
+                raise RuntimeError(f"{failed.function.name} of a captured step failed: {_REASONS}")
 
     def _cut(self) -> list[tuple[int, int, Callable[[], object] | None]]:
         """Runs of native calls, first and end, and Python's calls between them."""

@@ -142,6 +142,7 @@ def engine_key(engine: TimedEngine) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "kernels": " -".join(("triton", *gpu.choice().off)) if gpu.runs_on(device) else _level_name(),
         "threads": str(engine.num_threads),
+        **({} if config.tp_size == 1 else {"ranks": str(config.tp_size)}),
         "captured": str(engine.runner.graph_runner is not None),
         "requests": str(engine.memory_plan.num_running_requests),
     }

@@ -23,7 +23,7 @@ from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
 from specmamba.draft.predicted_text import PredictedText
-from specmamba.draft.sizing.sizer import DraftSizer
+from specmamba.draft.sizing.rank_sizers import build_sizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
@@ -45,7 +45,7 @@ from specmamba.engine.model_report import describe_engine
 from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
-from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestError
+from specmamba.errors import ConfigError, NotEnoughMemoryError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
 from specmamba.models.text.tokenizer import Detokenizer
@@ -132,10 +132,9 @@ class Engine:
         return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self.ranks.size == 1:
-            self.runner.graph_runner = build_graph_runner(
-                config, self.pools, self.memory_plan, self.device, self.num_threads
-            )
+        self.runner.graph_runner = build_graph_runner(
+            config, self.pools, self.memory_plan, self.device, self.num_threads, self.ranks
+        )
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
@@ -182,15 +181,25 @@ class Engine:
         return self.ranks.smallest(int(free_memory(self.device) * config.mem_fraction_static) // num_sharing)
 
     def start_sizing(self) -> list[str]:
-        """Let a sizer decide the size of drafts, if that is the plan; returns lines of the start-up report."""
+        """Let a sizer decide the size of drafts, if that is the plan; returns lines of the start-up report.
+
+        Of several ranks the first one times steps, which the others make as it tells them.
+
+        Raises:
+            ConfigError: as ``step_costs``; or there are several ranks on GPUs.
+        """
         self.runner.sizer = None
         if not self.draft_plan.is_sized:
             return []
         graphs, plan = self.runner.graph_runner, self.memory_plan
         own = TreeArrays.empty(plan.num_rows, plan.max_nodes)
         trees = own if graphs is None else graphs.inputs.trees.arrays
-        sizer = DraftSizer(bounds_of(self.draft_plan), trees, UNKNOWN, self.runner.totals)
+        if self.ranks.size > 1 and self.device.type == "cuda":
+            raise ConfigError("--speculative-adaptive auto: on GPUs drafts of several ranks have fixed sizes: drop it")
+        sizer = build_sizer(self.ranks, bounds_of(self.draft_plan), trees, UNKNOWN, self.runner.totals)
         self.runner.sizer = sizer
+        if not self.ranks.is_first:
+            return []
         sizer.costs, line = step_costs(self)
         return [line]
 

@@ -54,6 +54,7 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.pools = target, drafter, pools
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
+        self.is_direct = False  # the next steps are not captured
         self.probe = StepProbe(device)
         parts = target, pools, policy, self.probe
         self.verifier = Verifier(*parts) if ranks.size == 1 else RankVerifier(*parts, ranks)
@@ -188,7 +189,7 @@ class Runner:
         self, graphs: StepGraphRunner, requests: Sequence[Request], batch: Batch, drafts: Drafts
     ) -> StepOutput:
         """Draft before the step, replay verify and decision, and observe after it."""
-        output = graphs.run_given(self._call(requests), drafts.propose(batch))
+        output = graphs.run_given(self._call(requests), self.verifier.same(drafts).propose(batch))
         drafts.observe(batch, output.verdict, output.features)
         return output
 
@@ -239,7 +240,7 @@ class Runner:
     ) -> StepOutput | None:
         """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
         graphs, self._is_in_parts = self.graph_runner, False
-        if graphs is None or self.probe.is_watching or self.target.is_watched:
+        if graphs is None or self.is_direct or self.probe.is_watching or self.target.is_watched:
             return None
         bucket = graphs.bucket(len(requests))
         if bucket is None:

@@ -220,10 +220,11 @@ class ModelFlags(CommandLine):
     def on_device(self, device_type: str) -> Self:
         """Return the flags for a device: on a GPU, those that were not given have the defaults of a GPU.
 
-        Several ranks have drafts of fixed sizes anywhere. A second call changes nothing.
+        Several ranks capture no steps there. A second call changes nothing.
         """
-        defaults = GPU_DEFAULTS if device_type == "cuda" else {}
-        defaults = defaults if self.tp_size == 1 else {**defaults, "speculative_adaptive": "off"}
+        defaults: dict[str, Any] = {**GPU_DEFAULTS} if device_type == "cuda" else {}
+        if self.tp_size > 1 and device_type == "cuda":
+            defaults["disable_cuda_graph"] = True
         assumed = defaults.keys() & type(self).model_fields.keys() - self.model_fields_set
         return self.model_copy(update={name: defaults[name] for name in assumed}) if assumed else self
 
@@ -265,10 +266,11 @@ def _rank_problem(config: ModelFlags) -> str | None:
     of_tiers = [name for name in fields if name.startswith(("hicache_", "enable_hierarchical_cache"))]
     if given := [f"--{name.replace('_', '-')}" for name in of_tiers if getattr(config, name) != fields[name].default]:
         return f"{', '.join(given)}: prefixes below the pools need one process: drop it, or {ranks}"
-    if config.cuda_graph_max_bs is not None:
-        return f"--cuda-graph-max-bs: steps of several ranks are not captured: drop it, or {ranks}"
-    if "speculative_adaptive" in config.model_fields_set and getattr(config, "speculative_adaptive", "off") == "auto":
-        return f"--speculative-adaptive auto: drafts of several ranks have fixed sizes: drop it, or {ranks}"
+    if config.cuda_graph_max_bs is not None and config.device == "cuda":
+        return f"--cuda-graph-max-bs: on GPUs steps of several ranks are not captured: drop it, or {ranks}"
+    is_open = "speculative_adaptive" not in config.model_fields_set
+    if config.device == "cuda" and not is_open and getattr(config, "speculative_adaptive", "off") == "auto":
+        return f"--speculative-adaptive auto: on GPUs drafts of several ranks have fixed sizes: drop it, or {ranks}"
     return None
 
 

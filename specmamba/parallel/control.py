@@ -6,6 +6,7 @@ is killed then, because an exchange of tensors with it would never end.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ from typing import Any
 
 from specmamba.errors import ConfigError, RankLostError
 from specmamba.parallel.messages import Messages, connect, encoded, listen, peer_process
+from specmamba.parallel.ranks import ONE_RANK, Ranks
 
 logger = logging.getLogger("specmamba")
 
@@ -28,6 +30,8 @@ BEAT_S = 0.5
 MAX_SILENCE = 10
 JOIN_TIMEOUT_S = 300.0  # in which the other ranks import what they need
 HELLO_TIMEOUT_S = 5.0  # in which a process that has connected says which rank it is
+LAST_S = 2.0  # in which the last command comes over the connection of a rank 0 that has left
+TOLD_MS = 50  # for which a rank waits for a command in shared memory before it looks at what comes over its connection
 Lost = Callable[[RankLostError], None]
 
 
@@ -44,6 +48,7 @@ class RankLinks:
         self._processes: dict[int, int] = {}  # ids, by rank
         self._silence: dict[int, int] = {}  # beats that are missing now
         self._failure: str | None = None  # what a rank says about its end
+        self._ranks = ONE_RANK
         self.lost: RankLostError | None = None
         self._on_lost: list[Lost] = []
         self._lock = threading.Lock()  # guards the two fields above
@@ -108,6 +113,11 @@ class RankLinks:
         others = [what for what, value in facts.items() if theirs.get(what) != value]
         return f"it has another {others[0]} than rank 0" if others else None
 
+    def use(self, ranks: Ranks) -> None:
+        """From now on commands go by the exchanges of the same ranks, where these are faster; a loss ends them."""
+        self._ranks = ranks
+        self.when_lost(lambda _: ranks.end())
+
     def watch_strictly(self) -> None:
         """From now on also ranks are lost that give no sign of life; before that, those that end."""
         self._is_strict = True
@@ -129,9 +139,11 @@ class RankLinks:
         if self.lost is not None:
             raise self.lost
         try:
+            if self._ranks.tell(line):
+                return
             for link in self._links.values():
                 link.send_line(line)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise self.lost_soon() or RankLostError(f"--tp-size {self.size}: a rank is lost: {error}") from error
 
     def lost_soon(self, wait_s: float = 2.0) -> RankLostError | None:
@@ -214,13 +226,32 @@ class FirstRankLink:
         if answer is None or "refused" in answer:
             raise ConfigError("rank 0 has ended" if answer is None else str(answer["refused"]))
         self.store_file: str | None = answer["store"]
+        self._ranks = ONE_RANK
         self._condition = threading.Condition()  # guards the next field
         self._received: list[dict[str, Any]] = []
         for task in (self._receive_all, self._beat):
             threading.Thread(target=task, daemon=True).start()
 
+    def use(self, ranks: Ranks) -> None:
+        """From now on commands come as ``RankLinks.use`` says."""
+        self._ranks = ranks
+
     def receive(self) -> dict[str, Any]:
-        """Wait for the next command."""
+        """Wait for the next command. Raises RuntimeError: another rank has ended."""
+        while self._ranks.is_recordable and self._ranks.size > 1:
+            try:
+                line = self._ranks.told(TOLD_MS)
+            except RuntimeError:  # also where rank 0 has told the end, and left
+                with self._condition:
+                    if not self._condition.wait_for(lambda: bool(self._received), LAST_S):
+                        raise
+                    return self._received.pop(0)
+            if line is not None:
+                message: dict[str, Any] = json.loads(line)
+                return message
+            with self._condition:
+                if self._received:
+                    return self._received.pop(0)
         with self._condition:
             self._condition.wait_for(lambda: bool(self._received))
             return self._received.pop(0)

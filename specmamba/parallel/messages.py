@@ -123,7 +123,12 @@ def listen(name: str, backlog: int) -> socket.socket:
 
 
 def connect(name: str) -> Messages:
-    """Connect to who listens under an abstract name.
+    """Connect to who listens under an abstract name. Raises OSError as ``connected``."""
+    return Messages(connected(name))
+
+
+def connected(name: str) -> socket.socket:
+    """A connection with who listens under an abstract name.
 
     Raises:
         OSError: no process does, or it is another user's.
@@ -135,7 +140,7 @@ def connect(name: str) -> Messages:
     except OSError:
         connection.close()
         raise
-    return Messages(connection)
+    return connection
 
 
 def peer_process(connection: socket.socket) -> int:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specmamba.kernels.exchange import Count
 
 
 class Ranks:
@@ -57,6 +63,30 @@ class Ranks:
             ConfigError: they differ; ``what`` names the text in the message.
         """
         self._require_one()
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether exchanges can be a part of captured steps."""
+        return self.size == 1
+
+    def counts(self) -> Mapping[str, Count] | None:
+        """What was exchanged over shared memory so far, by kind; None: nothing goes over it."""
+        return None
+
+    def tell(self, message: bytes) -> bool:
+        """Send a message of rank 0 to all others; whether there is a faster way for it than a connection's.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        return False
+
+    def told(self, milliseconds: int) -> bytes | None:
+        """The next message that ``tell`` has sent; None: there was none in this time. Raises RuntimeError likewise."""
+        return None
+
+    def end(self) -> None:
+        """Let exchanges that wait for a rank that is lost fail, as far as nothing else ends them; from any thread."""
 
     def close(self) -> None:
         """Leave the others, which leave at the same time."""

@@ -93,6 +93,10 @@ class Verifier:
         self.probe.show(logits)
         return Scored(tree, placement, logits, features)
 
+    def same(self, drafts: Drafts) -> Drafts:
+        """Drafts whose trees all ranks of the model agree on, for steps that they are given to."""
+        return drafts
+
     def decide(self, batch: Batch, scored: Scored) -> StepOutput:
         """Accept a path of every tree and commit the paths; the drafter's ``observe`` is to be called then."""
         tree, logits = scored.tree, scored.logits

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from specmamba.config import EngineConfig
+from specmamba.cuda_graphs import NativeReplay
 from specmamba.engine.engine import Engine
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.sampling_params import SamplingParams
@@ -47,7 +48,15 @@ def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
         for i in range(len(job["prompts"]) if job["is_repeated"] else 0):
             answers += _run(engine, {**job, "prompts": [job["prompts"][i]]}, f"again-{i}-")
         kv = [(shape.num_layers, shape.num_heads) for shape in engine.model.cache_shape.kv]
-        return {"answers": answers, "num_preemptions": engine.stats().num_preemptions, "kv": kv}
+        graphs = engine.runner.graph_runner
+        num_tapes = len(graphs.replay.tapes) if graphs is not None and isinstance(graphs.replay, NativeReplay) else 0
+        return {
+            "answers": answers,
+            "num_preemptions": engine.stats().num_preemptions,
+            "kv": kv,
+            "num_tapes": num_tapes,
+            "is_recordable": ranks.is_recordable,
+        }
     finally:
         engine.close()
 

@@ -45,6 +45,23 @@ with LLM(max_total_tokens=256, max_mamba_cache_size=8, context_length=64) as llm
 several = [name for name in sys.modules if name in ("specmamba.parallel.process_group", "specmamba.parallel.control")]
 assert not several and not torch.distributed.is_initialized(), several
 """
+SOCKETS = f"""
+import json, os, signal
+from specmamba import LLM, SamplingParams
+from specmamba.errors import SpecmambaError
+from tests.parallel.test_ranks import children_of
+greedy = SamplingParams(max_tokens=24, temperature=0.0)
+with LLM(dtype="float32", num_threads=1, speculative_num_steps=3, max_total_tokens=1024, tp_size=2) as llm:
+    assert not llm._local.engine.ranks.is_recordable
+    print(json.dumps([output.token_ids for output in llm.generate({PROMPTS!r}, greedy)]))
+    os.kill(children_of(os.getpid())[0], signal.SIGKILL)
+    try:
+        llm.generate("x", greedy)
+    except SpecmambaError:
+        pass
+    else:
+        raise AssertionError("a rank that is killed is not noticed")
+"""
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -83,14 +100,23 @@ def test_one_process_imports_nothing_of_this() -> None:
     ("flags", "message"),
     [
         ({"hicache_storage_dir": "x"}, "--hicache-storage-dir: prefixes below the pools need one process: drop it"),
-        ({"cuda_graph_max_bs": 4}, "--cuda-graph-max-bs: steps of several ranks are not captured: drop it, or --tp-si"),
-        ({"speculative_adaptive": "auto"}, "--speculative-adaptive auto: drafts of several ranks have fixed sizes"),
+        (
+            {"cuda_graph_max_bs": 4, "device": "cuda"},
+            "--cuda-graph-max-bs: on GPUs steps of several ranks are not capt",
+        ),
+        (
+            {"speculative_adaptive": "auto", "device": "cuda"},
+            "--speculative-adaptive auto: on GPUs drafts of several r",
+        ),
     ],
 )
 def test_flags_that_need_one_process(flags: dict[str, Any], message: str, no_settings_from_outside: None) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(tp_size=2, **flags)
-    assert EngineConfig(tp_size=2).on_device("cpu").speculative_adaptive == "off"
+    assert EngineConfig(tp_size=2).on_device("cpu").speculative_adaptive == "auto"
+    assert EngineConfig(tp_size=2).on_device("cuda").speculative_adaptive == "off"
+    assert EngineConfig(tp_size=2).on_device("cpu").largest_captured_batch > 0
+    assert EngineConfig(tp_size=2).on_device("cuda").largest_captured_batch == 0
 
 
 @pytest.mark.parametrize(
@@ -201,6 +227,17 @@ def test_two_ranks_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises((EngineFailedError, EngineStoppedError)):
             llm.generate(PROMPTS[0], GREEDY)
     assert is_gone(child)
+
+
+@pytest.mark.slow
+def test_ranks_without_native_code_exchange_over_sockets() -> None:
+    """The texts are those of native code, and a rank that is killed is noticed."""
+    small = EngineFlags(dtype="float32", num_threads=1, speculative_num_steps=3, max_total_tokens=1024)
+    with LLM(**small) as alone:
+        expected = alone.generate(PROMPTS, GREEDY)
+    done = python("-c", SOCKETS, SPECMAMBA_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[*output.token_ids] for output in expected]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 
+from specmamba.cuda_graphs import NativeReplay
 from specmamba.errors import ConfigError
 from specmamba.quantize import QuantizeConfig, quantize_checkpoint
 from tests.blocks import write_block_head
@@ -125,6 +126,8 @@ def draft_jobs(folder: Path, names: Iterable[str]) -> list[Job]:
         flags = DRAFTS[name]
         jobs.append(job(f"{name}-again", folder, texts, repeat=True, params={"max_tokens": 20}, **flags))
         jobs.append(job(f"{name}-crowded", folder, short, params={"max_tokens": 45}, **flags | CROWDED))
+        drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 20}
+        jobs.append(job(f"{name}-drawn", folder, texts, params=drawn, **flags))
     return jobs
 
 
@@ -180,12 +183,18 @@ def test_two_ranks_compute_what_one_process_does(two: Results, name: str) -> Non
 @pytest.mark.fast_cases(*FAST_DRAFTS)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_texts_with_drafts_are_the_same(name: str, request: pytest.FixtureRequest) -> None:
-    """With cached prefixes, and where requests are preempted; drafts are accepted as often."""
+    """With cached prefixes, where requests are preempted, and drawn ones; drafts are accepted as often.
+
+    Steps are captured on all ranks where one process captures them, the exchanges included.
+    """
     two: Results = request.getfixturevalue("two" if name in FAST_DRAFTS else "more")
     again, crowded = two.check(f"{name}-again"), two.check(f"{name}-crowded")
     assert [answer["num_cached"] for answer in again["answers"][3:]] == [29, 24, 19]
     accepted = [answer["num_accepted"] for answer in two.alone[f"{name}-again"]["answers"]]
     assert [answer["num_accepted"] for answer in again["answers"]] == accepted
+    drawn = two.check(f"{name}-drawn")
+    assert all(found["num_tapes"] >= 2 for found in (again, crowded, drawn)) or not NativeReplay.is_available()
+    assert again["num_tapes"] == two.alone[f"{name}-again"]["num_tapes"]
     assert crowded["num_preemptions"] == two.alone[f"{name}-crowded"]["num_preemptions"] > 0
 
 

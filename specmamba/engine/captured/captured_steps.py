@@ -14,31 +14,38 @@ from specmamba.engine.captured.graph_runner import StepCall, StepGraphRunner
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import readable
 from specmamba.kernels import gpu
+from specmamba.parallel.ranks import Ranks
 from specmamba.verify.pools import Pools
 
 
 def build_graph_runner(
-    config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device, num_threads: int
+    config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device, num_threads: int, ranks: Ranks
 ) -> StepGraphRunner | None:
     """Build the graph runner; None where no step is captured: with the flag, and without native code on a CPU.
 
-    ``num_threads``: of replays on a CPU.
+    Args:
+        config, pools, plan, device: of the engine.
+        num_threads: of replays on a CPU.
+        ranks: that share the model.
 
     Raises:
-        ConfigError: a GPU without Triton; only Triton kernels can be captured.
+        ConfigError: a GPU without Triton; only Triton kernels can be captured. Or steps of several ranks are to be
+            captured on GPUs.
     """
-    if config.disable_cuda_graph:
+    if config.disable_cuda_graph and config.cuda_graph_max_bs is None:
         return None
-    replay = _replay(device, config.cuda_graph_max_bs is not None, num_threads)
+    if ranks.size > 1 and device.type == "cuda":
+        raise ConfigError("--cuda-graph-max-bs: on GPUs steps of several ranks are not captured: drop it")
+    replay = _replay(device, config.cuda_graph_max_bs is not None, num_threads, ranks.is_recordable)
     if replay is None:
         return None
     largest = min(config.largest_captured_batch, plan.num_running_requests)
     return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
 
 
-def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[Any] | None:
+def _replay(device: torch.device, pads: bool, num_threads: int, is_recordable: bool) -> Replay[Any] | None:
     if device.type == "cpu":
-        is_recorded = NativeReplay.is_available() and not gpu.is_interpreted()  # a tape sees no kernel of Triton
+        is_recorded = is_recordable and NativeReplay.is_available() and not gpu.is_interpreted()  # no kernel of Triton
         return NativeReplay(num_threads) if is_recorded else EagerReplay() if pads else None
     off = gpu.choice().off
     if off or not gpu.runs_on(device):

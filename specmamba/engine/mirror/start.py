@@ -78,6 +78,7 @@ def build_engine(config: EngineConfig) -> Engine:
         store_file = None if children is None else children.store_file
         links.join(facts_of(config), store_file, children.check if children is not None else lambda: None)
         ranks = _process_ranks(0, config, device, store_file)
+        links.use(ranks)
         return FirstEngine(config, ranks, links, children)
     except BaseException:
         if ranks is not None:
@@ -105,6 +106,7 @@ def run_other_rank(config: EngineConfig, rank: int, name: str | None = None) -> 
     ranks = None
     try:
         ranks = _process_ranks(rank, config, device, link.store_file)
+        link.use(ranks)
         engine = OtherEngine(config, ranks, link)
         engine.run()
         engine.close()

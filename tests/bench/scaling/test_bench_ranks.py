@@ -15,6 +15,7 @@ from specmamba.bench.llama_cpp.engine_process import EngineProcess
 from specmamba.bench.ranks import __main__ as ranks_bench
 from specmamba.bench.ranks.figures import exchange_figures, rows_of, sent_bytes
 from specmamba.bench.ranks.worker import KINDS, Exchanged, Exchanges
+from specmamba.kernels.exchange import Count
 from specmamba.measure.prompts import PromptText
 
 HIDDEN, VOCABULARY, LAYERS = 256, 4096, 8  # of the demo
@@ -26,7 +27,7 @@ def decoded(tokens: int, steps: int, seconds: float, **exchanges: tuple[int, int
     found = {
         kind: {"calls": calls, "nbytes": nbytes, "seconds": each} for kind, (calls, nbytes, each) in exchanges.items()
     }
-    return {"tokens": tokens, "steps": steps, "seconds": seconds, "exchanges": found}
+    return {"tokens": tokens, "steps": steps, "seconds": seconds, "exchanges": found, "is_over_memory": False}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def decoded(tokens: int, steps: int, seconds: float, **exchanges: tuple[int, int
 )
 def test_bytes_that_rank_0_sends(kind: str, num_ranks: int, expected: float) -> None:
     assert sent_bytes(kind, 600, num_ranks) == pytest.approx(expected)
+    assert sent_bytes(kind, 600, num_ranks, is_over_memory=True) == 600
 
 
 def test_exchanges_of_a_run() -> None:
@@ -82,6 +84,9 @@ class FakeRanks:
 
     size = 2
 
+    def counts(self) -> None:
+        """Nothing goes over shared memory."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         return x * 2
 
@@ -115,6 +120,27 @@ def test_exchanges_are_counted_and_unchanged() -> None:
     }
     assert all(each.seconds > 0 for each in added.values())
     assert Exchanged(3, 4, 1.0).since(Exchanged(1, 1, 0.5)) == Exchanged(2, 3, 0.5)
+
+
+class FakeMemory:
+    """Counts of its own, and no methods to replace."""
+
+    def __init__(self) -> None:
+        self.found = {kind: Count(2, 8, 0.5) for kind in (*KINDS, "message")}
+
+    def counts(self) -> dict[str, Count]:
+        return self.found
+
+
+def test_exchanges_over_memory_count_themselves() -> None:
+    ranks = FakeMemory()
+    exchanges = Exchanges(ranks)
+    assert exchanges.is_over_memory
+    before = exchanges.snapshot()
+    ranks.found = {**ranks.found, "broadcast": Count(5, 20, 0.75)}
+    added = exchanges.snapshot()["broadcast"].since(before["broadcast"])
+    assert added == Exchanged(3, 12, 0.25)
+    assert list(before) == list(KINDS)
 
 
 class FakeEngine:
@@ -187,7 +213,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["tokens_per_second"]["median"] > 0 for row in report["rows"])
     for row in (report["rows"][2], report["rows"][5]):
         assert row["all_reduce_per_step"]["median"] == 2 * LAYERS
-        assert row["all_reduce_bytes_per_token"]["median"] == 2 * LAYERS * HIDDEN * 2
+        assert row["all_reduce_bytes_per_token"]["median"] == 2 * LAYERS * HIDDEN * 2  # as by gloo with two ranks
         assert row["all_gather_bytes_per_token"]["median"] == VOCABULARY * 2 / 2
         assert 0 < row["all_reduce_share"]["median"] < row["exchange_share"]["median"] < 1
     assert "2 ranks, 1 thread each" in capsys.readouterr().out

@@ -49,8 +49,9 @@ def declared_functions() -> list[Function]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load", lambda _: functions)
         for source in sources():
-            # replay makes calls of this process; the others decide on the host, by no vector instructions
-            if source.parent.name not in ("replay", "draft_sizing", "suffix_automaton"):
+            # replay and exchange work on memory of this process (ARM is in test_exchange.py); the others decide on the
+            # host, by no vector instructions
+            if source.parent.name not in ("replay", "exchange", "draft_sizing", "suffix_automaton"):
                 module = import_module(f"specmamba.kernels.{source.parent.name}.native_ops")
                 layer = getattr(module, "LAYER", None)
                 module.code.__wrapped__() if layer is None else cast("Any", NativeLayer.code).func(layer)
