@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
+from specmamba.cache.memory.elastic import why_fixed
 from specmamba.cache.prefix.inspection import View
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_disk_folder
@@ -99,6 +100,7 @@ class Engine:
             self.eos_token_ids = self.model.eos_token_ids
             self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size, self.models.block_size)
             weight_bytes = -self.ranks.smallest(-self.models.weight_bytes)
+            fixed = why_fixed(config, self.model.cache_shape, self.device.type)
             self.memory_plan = plan_memory(
                 config,
                 self.model.cache_shape,
@@ -108,6 +110,7 @@ class Engine:
                 self.draft_plan.num_lookahead_slots,
                 budget,
                 weight_bytes,
+                is_elastic=fixed is None,
             )
             self.ranks.agree("the memory that they plan", repr(self.memory_plan))
         # outside of inference mode: an abort, which runs outside of a step, writes these tensors

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
+from specmamba.cache.memory.elastic import why_fixed
 from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.checkpoints.files import read_json
@@ -132,7 +133,8 @@ def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch
     budget = int(free * config.mem_fraction_static)
     sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_lookahead_slots
     try:
-        memory = plan_memory(config, *sizes, budget, models.weight_bytes)
+        is_elastic = why_fixed(config, model.cache_shape, device.type) is None
+        memory = plan_memory(config, *sizes, budget, models.weight_bytes, is_elastic)
     except ConfigError as error:
         return {"free_bytes": free, "problem": str(error)}
     return {"free_bytes": free, **describe_memory(memory), "table": memory.describe_lines()}
