@@ -8,104 +8,24 @@ all owners of pages and slots, and of the bytes that both pools have. ``SPECMAMB
 from __future__ import annotations
 
 import os
-import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import Any, cast
+from dataclasses import asdict
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from specmamba.cache.memory import MemoryPlan, plan_memory
-from specmamba.cache.prefix import MambaRadixCache
-from specmamba.cache.prefix.eviction import Costs, PolicyName
+from specmamba.cache.prefix.eviction import PolicyName
 from specmamba.cache.prefix.node import Node
-from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import PREFIX_CACHE
-from specmamba.config import EngineConfig
-from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.request import Request
-from specmamba.sampling_params import SamplingParams
-from specmamba.verify.pools import Pools
-from tests.elastic import elastic_plan
+from tests.elastic import Memory, Text
 
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
-CPU = torch.device("cpu")
 MAX_LENGTH = 14
 PICK = st.integers(0, 1000)
 TAIL = st.lists(st.integers(0, 1), max_size=6).map(tuple)
-# 16 bytes of KV per token, 44 of state and window per slot
-SHAPE = CacheShape((KVShape(1, 1, 2),), 1, StateShape(1, 1, 2, 4, 2), torch.float32)
-COSTS = Costs(state_bytes=64, kv_bytes_per_token=16, flops_per_token=100.0, flops_per_token_squared=1.0)
-
-Text = tuple[int, ...]
-
-
-@cache
-def content(text: Text) -> float:
-    """A number that float32 holds exactly, another one for almost every text."""
-    return float(zlib.crc32(bytes(text)) >> 8)
-
-
-def contents(text: Text, start: int, end: int) -> tuple[Any, Any]:
-    """Keys and values of positions: numbers of the texts that end there."""
-    keys = np.array([content(text[: position + 1]) for position in range(start, end)], dtype=np.float32)
-    return keys, keys + 1
-
-
-@dataclass
-class Memory:
-    """A cache manager on small pools, and a model that writes ``content`` of each text instead of running it."""
-
-    pools: Pools
-    manager: CacheManager
-
-    @classmethod
-    def made(cls, page_size: int, policy: PolicyName, num_pages: int, num_slots: int) -> Memory:
-        config = EngineConfig(
-            page_size=page_size,
-            max_running_requests=3,
-            max_total_tokens=num_pages * page_size,
-            max_mamba_cache_size=num_slots,
-            speculative_algorithm="none",
-            disable_cuda_graph=True,
-        )
-        fixed = plan_memory(config, SHAPE, MAX_LENGTH + 1, 8, 1, 1, 1 << 30)
-        plan: MemoryPlan = elastic_plan(replace(fixed, num_rows=3), SHAPE, MAX_LENGTH + 1)
-        pools = Pools(SHAPE, 8, plan, CPU)
-        kv = pools.kv
-        cache = MambaRadixCache(kv.allocator, page_size, pools.states, COSTS, policy, pools.split)
-        return cls(pools, CacheManager(pools, cache, is_on=True, track_interval=None))
-
-    def __post_init__(self) -> None:
-        pools = self.pools
-        self.tokens = pools.kv.k[0].view(-1, 2).numpy(), pools.kv.v[0].view(-1, 2).numpy()
-        self.states = tuple(each[0].flatten(1).numpy() for each in (pools.states.recurrent, pools.states.conv))
-
-    def write(self, request: Request, end: int) -> None:
-        """Run the tokens of a request up to ``end``."""
-        text, start, slot, states = request.prompt, request.num_run, request.held_slot, self.pools.states
-        places = self.pools.table.slots_of_positions(request.held_row, start, end)
-        self.tokens[0][places], self.tokens[1][places] = (x[:, None] for x in contents(text, start, end))
-        states.check(slot, request.request_id, start)
-        states.begin_write(slot, request.request_id)
-        for each in self.states:
-            each[slot] = content(text[:end])
-        states.end_write(slot, end)
-        request.num_run = end
-
-    def check_tokens(self, slots: Any, text: Text, start: int, end: int) -> None:
-        for layer, due in zip(self.tokens, contents(text, start, end), strict=True):
-            assert (layer[slots] == due[:, None]).all()
-
-    def check_state(self, slot: int, text: Text) -> None:
-        due = content(text) if text else 0.0
-        assert all((each[slot] == due).all() for each in self.states), (slot, text)
 
 
 class ElasticMachine(RuleBasedStateMachine):
@@ -115,8 +35,8 @@ class ElasticMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # 16 pages of one token, 7 of three or 4 of eight; and 4 states, each as large as less than three tokens
-        self.memory = Memory.made(self.page_size, self.policy, {1: 16, 3: 7, 8: 4}[self.page_size], 4)
+        # 16 pages of one token, 7 of three or 4 of eight; and 4 states, each as large as four tokens
+        self.memory = Memory.made(self.page_size, self.policy, {1: 16, 3: 7, 8: 4}[self.page_size], 4, MAX_LENGTH + 1)
         self.pools, self.manager = self.memory.pools, self.memory.manager
         self.requests: list[Request] = []
         self.texts: list[Text] = [(0, 0, 1, 0, 1, 1)]
@@ -126,7 +46,7 @@ class ElasticMachine(RuleBasedStateMachine):
         text = ((*self.texts[pick % len(self.texts)][:cut], *tail)[:MAX_LENGTH] or (1,)) + (1,)
         self.texts.append(text)
         self.number += 1
-        return Request(f"r{self.number}", self.number, text[:MAX_LENGTH], SamplingParams(), 0, cast(Any, None))
+        return self.memory.request(f"r{self.number}", text[:MAX_LENGTH])
 
     @rule(pick=PICK, cut=st.integers(0, MAX_LENGTH), tail=TAIL, spare=st.integers(0, 3), use_cache=st.booleans())
     def admit(self, pick: int, cut: int, tail: Text, spare: int, use_cache: bool) -> None:
@@ -137,7 +57,8 @@ class ElasticMachine(RuleBasedStateMachine):
         needed = table.num_missing_pages(None, len(request.prompt), length) + -(-spare // self.page_size)
         could = cache.can_have(needed, 1)
         if self.manager.acquire(request, len(request.prompt), spare, use_cache):
-            assert could and has_row
+            assert could
+            assert has_row
             assert request.num_run == length
             self.requests.append(request)
         else:  # beside the locked match there may be less room than without it
@@ -203,7 +124,8 @@ class ElasticMachine(RuleBasedStateMachine):
         could, before = cache.can_have(pages, slots), cache.stats
         assert cache.make_room(pages, slots) == could
         if could:
-            assert allocator.num_free >= pages and states.num_free >= slots
+            assert allocator.num_free >= pages
+            assert states.num_free >= slots
         else:
             assert cache.stats == before
 
@@ -243,7 +165,9 @@ class ElasticMachine(RuleBasedStateMachine):
         assert owners == Counter(request.request_id for request in self.requests)
         assert all(states._stamps[request.held_slot].owner == request.request_id for request in self.requests)
         free = pools.kv.allocator._stack[: pools.kv.allocator.num_free]
-        assert len(set(free.tolist())) == len(free) and all(1 <= free) and all(free <= pools.kv.allocator.num_pages)
+        assert len(set(free.tolist())) == len(free)
+        assert all(free >= 1)
+        assert all(free <= pools.kv.allocator.num_pages)
 
     @invariant()
     def both_fit_the_budget(self) -> None:

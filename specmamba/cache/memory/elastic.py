@@ -76,14 +76,14 @@ def _is_small(demand: Demand, budget_bytes: int) -> bool:
 
 
 def bounds_of(demand: Demand, budget_bytes: int, num_pages: int, num_slots: int) -> SplitBounds | None:
-    """Return the bounds of pools that start with these sizes; None: both have all that is useful.
+    """Return the bounds of pools that start with these sizes; None: there is memory for all KV that is useful.
 
     Args:
         demand: of ``reserve_tables``.
         budget_bytes: limit of weights and pools together.
         num_pages, num_slots: at the start.
     """
-    if not demand.table_pages:
+    if not demand.table_pages or num_pages >= demand.most_pages:
         return None
     page_bytes, slot_bytes = demand.kv_bytes(1) - demand.kv_bytes(0), demand.shape.state_bytes_per_slot
     of_both = num_pages * page_bytes + num_slots * slot_bytes
@@ -91,7 +91,5 @@ def bounds_of(demand: Demand, budget_bytes: int, num_pages: int, num_slots: int)
     most_pages = min(demand.table_pages, (pool_bytes - FEWEST_SLOTS * slot_bytes) // page_bytes)
     useful = demand.most_state_slots(most_pages)
     most_slots = min(useful, (pool_bytes - demand.fewest_pages * page_bytes) // slot_bytes)
-    if most_pages <= num_pages and most_slots <= num_slots:
-        return None
     most = max(num_pages, most_pages), max(num_slots, most_slots)
     return SplitBounds(pool_bytes, page_bytes, slot_bytes, *most, demand.end_page == HUGE_PAGE)
