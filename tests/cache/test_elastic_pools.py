@@ -197,15 +197,17 @@ class TestPlan:
 @pytest.mark.parametrize("drafts", sorted(DRAFTS))
 def test_texts_are_those_of_fixed_pools(drafts: str, prompts: list[Tokens]) -> None:
     """Cold, hit and preempted, under so much pressure that both kinds of memory move all the time."""
-    long = [prompt[:90] for prompt in prompts if len(prompt) > 90][:4]
-    short = [prompt[:12] for prompt in prompts[:8]]
+    long = [prompt[:90] for prompt in prompts if len(prompt) > 90][:3]
+    short = [prompt[:12] for prompt in prompts[:6]]
     flags: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 160, "max_running_requests": 6}
     flags |= {"speculative_adaptive": "off", "chunked_prefill_size": 32, **DRAFTS[drafts]}
 
     def run(llm: LLM) -> list[RequestOutput]:
-        greedy = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-        waves = [short, long, long, short, long + short]
-        return [output for wave in waves for output in llm.generate(wave, greedy)]
+        def greedy(num_tokens: int) -> SamplingParams:
+            return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+        waves = (short, 110), (long, 8), (long, 8), (short[:3], 40), (long + short[3:], 12)
+        return [output for wave, tokens in waves for output in llm.generate(wave, greedy(tokens))]
 
     with LLM(**flags) as llm:
         expected = run(llm)
