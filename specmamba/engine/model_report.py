@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
-from specmamba.cache.memory.elastic import why_fixed
+from specmamba.cache.memory.elastic import SplitBounds, why_fixed
 from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.checkpoints.files import read_json
@@ -349,4 +349,14 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
         "captured_step_bytes": plan.graph_bytes,
         "weight_bytes": plan.weight_bytes,
         "total_bytes": plan.total_bytes,
+        "elastic_pools": None if plan.elastic is None else _describe_split(plan.elastic, plan.page_size),
+    }
+
+
+def _describe_split(bounds: SplitBounds, page_size: int) -> dict[str, int]:
+    """Return what elastic pools share, and how far each of them can grow; their sizes now are in the statistics."""
+    return {
+        "pool_bytes": bounds.pool_bytes,
+        "most_kv_tokens": bounds.most_pages * page_size,
+        "most_state_slots": bounds.most_state_slots,
     }

@@ -206,7 +206,7 @@ def test_texts_are_those_of_fixed_pools(drafts: str, prompts: list[Tokens]) -> N
         def greedy(num_tokens: int) -> SamplingParams:
             return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 
-        waves = (short, 110), (long, 8), (long, 8), (short[:3], 40), (long + short[3:], 12), (long[:1], 4), (long[:1], 4)
+        waves = (short, 130), (long, 8), (long, 8), (short[:3], 40), (long + short[3:], 12), *[(long[:1], 4)] * 2
         return [output for wave, tokens in waves for output in llm.generate(wave, greedy(tokens))]
 
     with LLM(**flags) as llm:

@@ -1,0 +1,130 @@
+"""Elastic pools beside fixed ones, under a load that swings from many short conversations to few long documents.
+
+All engines get the same memory. Those with ``--elastic-pools off`` divide it by ``--mamba-full-memory-ratio``, one for
+each of ``RATIOS``; the elastic one starts with the ratio of the flags. In the first half, many chats take turns whose
+recurrent states are most of what is kept; in the second, questions about a few long documents come in turns, whose keys
+and values are. Figures are counts (tokens of prompts that the cache spared, preemptions), so that they are the same on
+every machine; texts are compared. No time is measured.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specmamba.bench.prefix.engines import PrefixBenchConfig, start_engine_within
+from specmamba.bench.prefix.texts import TextSource
+from specmamba.errors import ConfigError
+from specmamba.measure.report import progress_bar
+from specmamba.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specmamba import LLM
+
+RATIOS = (0.1, 0.3, 0.9, 2.7, 8.0)  # of fixed pools
+HALVES = ("short", "long")
+ELASTIC = "elastic"
+Tokens = tuple[int, ...]
+
+
+def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, Any]:
+    """Count on every split, and on elastic pools.
+
+    Raises:
+        ConfigError: a document does not fit the memory, or this machine has no elastic pools.
+    """
+    splits: dict[str, dict[str, Any]] = {str(ratio): _fixed(ratio) for ratio in RATIOS}
+    found, texts = {}, []
+    with progress_bar("swing", len(splits) + 1) as advance:
+        for name, flags in (*splits.items(), (ELASTIC, {"elastic_pools": "auto"})):
+            with start_engine_within(config, config.swing_tokens, **flags) as llm:
+                if name == ELASTIC and llm.engine.stats().split is None:
+                    raise ConfigError("swing: the pools of this machine are not elastic: leave it out of --workloads")
+                found[name], outputs = _count(config, llm, source)
+                texts.append(outputs)
+            advance()
+    return {
+        "tokens": config.swing_tokens,
+        "document_tokens": config.swing_document_tokens,
+        "splits": found,
+        "different_texts": sum(one != texts[0][i] for outputs in texts[1:] for i, one in enumerate(outputs)),
+    } | {half: _against_best(found, half) for half in HALVES}
+
+
+def _fixed(ratio: float) -> dict[str, Any]:
+    return {"elastic_pools": "off", "mamba_full_memory_ratio": ratio}
+
+
+def _against_best(found: dict[str, dict[str, Any]], half: str) -> dict[str, Any]:
+    """The figures of one half on elastic pools, beside the best of each on any fixed split."""
+    fixed = [figures[half] for name, figures in found.items() if name != ELASTIC]
+    own = found[ELASTIC][half]
+    return {
+        "hit_tokens": own["hit_tokens"],
+        "best_fixed_hit_tokens": max(each["hit_tokens"] for each in fixed),
+        "preemptions": own["preemptions"],
+        "fewest_fixed_preemptions": min(each["preemptions"] for each in fixed),
+    }
+
+
+def _count(config: PrefixBenchConfig, llm: LLM, source: TextSource) -> tuple[dict[str, Any], list[Tokens]]:
+    """Run both halves; their counts, and all outputs."""
+    figures: dict[str, Any] = {}
+    outputs: list[Tokens] = []
+    for half, asks in zip(HALVES, (_chats, _documents), strict=True):
+        before = llm.engine.stats()
+        prompt_tokens = _run(config, llm, asks(config, source), outputs)
+        after = llm.engine.stats()
+        figures[half] = {
+            "prompt_tokens": prompt_tokens,
+            "hit_tokens": after.prefix_cache.hit_tokens - before.prefix_cache.hit_tokens,
+            "preemptions": after.num_preemptions - before.num_preemptions,
+            "evicted_tokens": after.prefix_cache.evicted_tokens - before.prefix_cache.evicted_tokens,
+            "evicted_states": after.prefix_cache.evicted_states - before.prefix_cache.evicted_states,
+            "kv_pool_tokens": after.kv_total_tokens,
+            "state_slots": after.state_total_slots,
+        }
+    split = llm.engine.stats().split
+    moved = {} if split is None else {"moves": split.num_moves, "moved_states": split.moved_states}
+    return figures | moved | ({} if split is None else {"moved_tokens": split.moved_tokens}), outputs
+
+
+def _run(
+    config: PrefixBenchConfig, llm: LLM, waves: Iterator[tuple[list[Tokens], dict[int, Tokens]]], outputs: list[Tokens]
+) -> int:
+    """Run waves of prompts, and give their outputs back to the texts that they continue; the tokens of all prompts."""
+    greedy = SamplingParams(max_tokens=config.output_tokens, temperature=0.0, ignore_eos=True)
+    total = 0
+    for prompts, texts in waves:
+        answers = llm.generate(prompts, greedy)
+        texts.update((i, answer.prompt_token_ids + answer.token_ids) for i, answer in enumerate(answers))
+        outputs += [answer.token_ids for answer in answers]
+        total += sum(map(len, prompts))
+    return total
+
+
+def _waves(asks: Sequence[Tokens], size: int) -> Iterator[Sequence[Tokens]]:
+    for first in range(0, len(asks), size):
+        yield asks[first : first + size]
+
+
+def _chats(config: PrefixBenchConfig, source: TextSource) -> Iterator[tuple[list[Tokens], dict[int, Tokens]]]:
+    """Every chat has its turn, then all have the next one: what was said so far, and a new question."""
+    draw = random.Random(f"{config.seed}/swing/short")
+    said = [source.start] * config.swing_chats
+    for _ in range(config.num_turns):
+        for first in range(0, len(said), config.concurrency):
+            wave = said[first : first + config.concurrency]
+            texts: dict[int, Tokens] = {}
+            yield [text + source.cut(config.turn_tokens, draw) for text in wave], texts
+            said[first : first + config.concurrency] = [texts[i] for i in range(len(wave))]
+
+
+def _documents(config: PrefixBenchConfig, source: TextSource) -> Iterator[tuple[list[Tokens], dict[int, Tokens]]]:
+    """Questions about every document, then the next ones about each; as many at a time as fit beside each other."""
+    draw = random.Random(f"{config.seed}/swing/long")
+    documents = [source.start + source.cut(config.swing_document_tokens, draw) for _ in range(config.swing_documents)]
+    for _ in range(config.num_questions):
+        for wave in _waves(documents, 2):
+            yield [document + source.cut(config.turn_tokens, draw) for document in wave], {}
