@@ -200,7 +200,7 @@ def _machine_with(free_bytes: int) -> Iterator[None]:
     from specmamba.engine import engine
 
     found = engine.free_memory
-    engine.free_memory = lambda device: free_bytes
+    engine.free_memory = lambda _: free_bytes
     try:
         yield
     finally:
