@@ -207,19 +207,20 @@ def _machine_with(free_bytes: int) -> Iterator[None]:
         engine.free_memory = found
 
 
-def start_engine_within(config: PrefixBenchConfig, num_tokens: int, **flags: Any) -> LLM:
-    """Start an engine whose pools share memory for so many tokens of KV, divided by its flags.
-
-    A first engine, with pools of given sizes, tells what all the rest takes.
+def budget_for(config: PrefixBenchConfig, num_tokens: int) -> int:
+    """Bytes of weights and pools where both pools share memory for so many tokens of KV.
 
     Raises:
-        ConfigError: the memory is too small.
+        ConfigError: no engine starts in it.
     """
-    with start_engine(config, **flags, max_total_tokens=num_tokens, max_mamba_cache_size=64) as known:
+    with start_engine(config, max_total_tokens=num_tokens, max_mamba_cache_size=config.max_running_requests) as known:
         plan, shape = known.engine.memory_plan, known.engine.model.cache_shape
-    rest = plan.total_bytes - plan.kv_bytes - plan.state_bytes
-    budget = rest + num_tokens * shape.kv_bytes_per_token
-    with _machine_with(int(budget / config.mem_fraction_static) + 1):
+    return plan.total_bytes - plan.kv_bytes - plan.state_bytes + num_tokens * shape.kv_bytes_per_token
+
+
+def start_engine_within(config: PrefixBenchConfig, budget_bytes: int, **flags: Any) -> LLM:
+    """Start an engine whose weights and pools may take so many bytes. Raises ConfigError: they are too few."""
+    with _machine_with(int(budget_bytes / config.mem_fraction_static) + 1):
         return start_engine(config, **flags)
 
 

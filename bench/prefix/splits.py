@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.prefix.engines import PrefixBenchConfig, start_engine_within
+from specmamba.bench.prefix.engines import PrefixBenchConfig, budget_for, start_engine_within
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.errors import ConfigError
 from specmamba.measure.report import progress_bar
@@ -22,7 +22,7 @@ from specmamba.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specmamba import LLM
 
-RATIOS = (0.1, 0.3, 0.9, 2.7, 8.0)  # of fixed pools
+RATIOS = (0.1, 0.3, 0.9, 2.7)  # of fixed pools
 HALVES = ("short", "long")
 ELASTIC = "elastic"
 Tokens = tuple[int, ...]
@@ -35,12 +35,13 @@ def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, An
         ConfigError: a document does not fit the memory, or this machine has no elastic pools.
     """
     splits: dict[str, dict[str, Any]] = {str(ratio): _fixed(ratio) for ratio in RATIOS}
-    found, texts = {}, []
+    found, texts, budget = {}, [], budget_for(config, config.swing_tokens)
     with progress_bar("swing", len(splits) + 1) as advance:
         for name, flags in (*splits.items(), (ELASTIC, {"elastic_pools": "auto"})):
-            with start_engine_within(config, config.swing_tokens, **flags) as llm:
+            with start_engine_within(config, budget, **flags) as llm:
                 if name == ELASTIC and llm.engine.stats().split is None:
                     raise ConfigError("swing: the pools of this machine are not elastic: leave it out of --workloads")
+                _require_room(config, llm)
                 found[name], outputs = _count(config, llm, source)
                 texts.append(outputs)
             advance()
@@ -50,6 +51,16 @@ def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, An
         "splits": found,
         "different_texts": sum(one != texts[0][i] for outputs in texts[1:] for i, one in enumerate(outputs)),
     } | {half: _against_best(found, half) for half in HALVES}
+
+
+def _require_room(config: PrefixBenchConfig, llm: LLM) -> None:
+    """Raise ConfigError if a document does not fit the KV of one of the splits."""
+    longest = config.swing_document_tokens + config.turn_tokens + config.output_tokens + 1
+    if longest > llm.engine.context_length:
+        raise ConfigError(
+            f"--swing-document-tokens {config.swing_document_tokens}: on one of the splits texts have "
+            f"{llm.engine.context_length} tokens at the most: lower it, or raise --swing-tokens"
+        )
 
 
 def _fixed(ratio: float) -> dict[str, Any]:
