@@ -28,6 +28,13 @@ from specmamba.verify.pools import Pools
 CPU = torch.device("cpu")
 
 
+# 16 bytes of KV per token, 64 of state and window per slot
+SHAPE = CacheShape((KVShape(1, 1, 2),), 1, StateShape(1, 1, 2, 4, 2), torch.float32)
+# and 2,304: as in usual models a state is as large as the KV of more than a hundred tokens
+LARGE_STATES = CacheShape((KVShape(1, 1, 2),), 1, StateShape(1, 1, 16, 32, 2), torch.float32)
+COSTS = Costs(state_bytes=64, kv_bytes_per_token=16, flops_per_token=100.0, flops_per_token_squared=1.0)
+
+
 def elastic_plan(made: MemoryPlan, shape: CacheShape, context: int) -> MemoryPlan:
     """A plan whose pools share what they have at the start."""
     page_bytes, slot_bytes = made.page_size * shape.kv_bytes_per_token, shape.state_bytes_per_slot
@@ -54,10 +61,6 @@ def elastic_pools(num_tokens: int, num_slots: int) -> Iterator[None]:
         yield
 
 
-# 16 bytes of KV per token, 64 of state and window per slot
-SHAPE = CacheShape((KVShape(1, 1, 2),), 1, StateShape(1, 1, 2, 4, 2), torch.float32)
-COSTS = Costs(state_bytes=64, kv_bytes_per_token=16, flops_per_token=100.0, flops_per_token_squared=1.0)
-
 Text = tuple[int, ...]
 
 
@@ -81,7 +84,16 @@ class Memory:
     manager: CacheManager
 
     @classmethod
-    def made(cls, page_size: int, policy: PolicyName, num_pages: int, num_slots: int, context: int) -> Memory:
+    def made(
+        cls,
+        page_size: int,
+        policy: PolicyName,
+        num_pages: int,
+        num_slots: int,
+        context: int,
+        shape: CacheShape = SHAPE,
+        is_elastic: bool = True,
+    ) -> Memory:
         config = EngineConfig(
             page_size=page_size,
             max_running_requests=3,
@@ -90,12 +102,11 @@ class Memory:
             speculative_algorithm="none",
             disable_cuda_graph=True,
         )
-        fixed = plan_memory(config, SHAPE, context, 8, 1, 1, 1 << 30)
-        plan: MemoryPlan = elastic_plan(replace(fixed, num_rows=3), SHAPE, context)
-        pools = Pools(SHAPE, 8, plan, CPU)
+        plan = plan_memory(config, shape, context, 8, 1, 1, 1 << 30)
+        pools = Pools(shape, 8, elastic_plan(plan, shape, context) if is_elastic else plan, CPU)
         kv = pools.kv
         cache = MambaRadixCache(kv.allocator, page_size, pools.states, COSTS, policy, pools.split)
-        return cls(pools, CacheManager(pools, cache, is_on=True, track_interval=None))
+        return cls(pools, CacheManager(pools, cache, is_on=True, track_interval=None, spare_limits=(3, 512)))
 
     def __post_init__(self) -> None:
         pools = self.pools

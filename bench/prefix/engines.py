@@ -86,10 +86,10 @@ class PrefixBenchConfig(ReportOptions):
 
     swing_tokens: Annotated[
         int, Field(ge=256, description="swing: memory of both pools, as tokens whose KV it would hold")
-    ] = 16384
+    ] = 9000
     swing_chats: Annotated[int, Field(ge=1, description="swing: short conversations, of --num-turns turns")] = 24
-    swing_documents: Annotated[int, Field(ge=1, description="swing: documents, with --num-questions questions")] = 6
-    swing_document_tokens: Annotated[int, Field(ge=1, description="swing: tokens of a document")] = 1600
+    swing_documents: Annotated[int, Field(ge=1, description="swing: documents, with --num-questions questions")] = 4
+    swing_document_tokens: Annotated[int, Field(ge=1, description="swing: tokens of a document")] = 1200
 
     @field_validator("workloads")
     @classmethod

@@ -1,16 +1,16 @@
 """Elastic pools beside fixed ones, under a load that swings from many short conversations to few long documents.
 
 All engines get the same memory. Those with ``--elastic-pools off`` divide it by ``--mamba-full-memory-ratio``, one for
-each of ``RATIOS``; the elastic one starts with the ratio of the flags. In the first half, many chats take turns whose
-recurrent states are most of what is kept; in the second, questions about a few long documents come in turns, whose keys
-and values are. Figures are counts (tokens of prompts that the cache spared, preemptions), so that they are the same on
-every machine; texts are compared. No time is measured.
+each of ``RATIOS``; the elastic one starts with the ratio of the flags. In the first half, many chats go on in random
+order, whose recurrent states are most of what is worth keeping; in the second, questions about a few long documents
+come in random order, whose keys and values are. Figures are counts (tokens of prompts that the cache spared,
+preemptions), so that they are the same on every machine; texts are compared. No time is measured.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.prefix.engines import PrefixBenchConfig, budget_for, start_engine_within
@@ -26,6 +26,7 @@ RATIOS = (0.1, 0.3, 0.9, 2.7)  # of fixed pools
 HALVES = ("short", "long")
 ELASTIC = "elastic"
 Tokens = tuple[int, ...]
+Waves = Iterator[tuple[list[Tokens], dict[int, Tokens]]]  # prompts, and where their whole texts are put by place
 
 
 def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, Any]:
@@ -40,7 +41,10 @@ def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, An
         for name, flags in (*splits.items(), (ELASTIC, {"elastic_pools": "auto"})):
             with start_engine_within(config, budget, **flags) as llm:
                 if name == ELASTIC and llm.engine.stats().split is None:
-                    raise ConfigError("swing: the pools of this machine are not elastic: leave it out of --workloads")
+                    raise ConfigError(
+                        f"--swing-tokens {config.swing_tokens}: pools are not elastic here, or not in so little: "
+                        "raise it, or leave swing out of --workloads"
+                    )
                 _require_room(config, llm)
                 found[name], outputs = _count(config, llm, source)
                 texts.append(outputs)
@@ -101,10 +105,8 @@ def _count(config: PrefixBenchConfig, llm: LLM, source: TextSource) -> tuple[dic
     return figures | moved | ({} if split is None else {"moved_tokens": split.moved_tokens}), outputs
 
 
-def _run(
-    config: PrefixBenchConfig, llm: LLM, waves: Iterator[tuple[list[Tokens], dict[int, Tokens]]], outputs: list[Tokens]
-) -> int:
-    """Run waves of prompts, and give their outputs back to the texts that they continue; the tokens of all prompts."""
+def _run(config: PrefixBenchConfig, llm: LLM, waves: Waves, outputs: list[Tokens]) -> int:
+    """Run waves of prompts, and give back what became of their texts; returns the tokens of all prompts."""
     greedy = SamplingParams(max_tokens=config.output_tokens, temperature=0.0, ignore_eos=True)
     total = 0
     for prompts, texts in waves:
@@ -115,27 +117,22 @@ def _run(
     return total
 
 
-def _waves(asks: Sequence[Tokens], size: int) -> Iterator[Sequence[Tokens]]:
-    for first in range(0, len(asks), size):
-        yield asks[first : first + size]
-
-
-def _chats(config: PrefixBenchConfig, source: TextSource) -> Iterator[tuple[list[Tokens], dict[int, Tokens]]]:
-    """Every chat has its turn, then all have the next one: what was said so far, and a new question."""
+def _chats(config: PrefixBenchConfig, source: TextSource) -> Waves:
+    """Chats in random order: what was said so far, and a new question."""
     draw = random.Random(f"{config.seed}/swing/short")
     said = [source.start] * config.swing_chats
-    for _ in range(config.num_turns):
-        for first in range(0, len(said), config.concurrency):
-            wave = said[first : first + config.concurrency]
-            texts: dict[int, Tokens] = {}
-            yield [text + source.cut(config.turn_tokens, draw) for text in wave], texts
-            said[first : first + config.concurrency] = [texts[i] for i in range(len(wave))]
+    size = min(config.concurrency, len(said))
+    for _ in range(config.swing_chats * config.num_turns // size):
+        wave = draw.sample(range(len(said)), size)
+        texts: dict[int, Tokens] = {}
+        yield [said[i] + source.cut(config.turn_tokens, draw) for i in wave], texts
+        for place, i in enumerate(wave):
+            said[i] = texts[place]
 
 
-def _documents(config: PrefixBenchConfig, source: TextSource) -> Iterator[tuple[list[Tokens], dict[int, Tokens]]]:
-    """Questions about every document, then the next ones about each; as many at a time as fit beside each other."""
+def _documents(config: PrefixBenchConfig, source: TextSource) -> Waves:
+    """Questions about documents in random order, one at a time."""
     draw = random.Random(f"{config.seed}/swing/long")
     documents = [source.start + source.cut(config.swing_document_tokens, draw) for _ in range(config.swing_documents)]
-    for _ in range(config.num_questions):
-        for wave in _waves(documents, 2):
-            yield [document + source.cut(config.turn_tokens, draw) for document in wave], {}
+    for _ in range(config.swing_documents * config.num_questions):
+        yield [draw.choice(documents) + source.cut(config.turn_tokens, draw)], {}
