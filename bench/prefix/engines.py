@@ -195,33 +195,18 @@ def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
 
 
 @contextmanager
-def _machine_with(free_bytes: int) -> Iterator[None]:
-    """Let engines that start here find so much free memory."""
-    from specmamba.engine import engine
-
-    found = engine.free_memory
-    engine.free_memory = lambda _: free_bytes
-    try:
-        yield
-    finally:
-        engine.free_memory = found
-
-
-def budget_for(config: PrefixBenchConfig, num_tokens: int) -> int:
-    """Bytes of weights and pools where both pools share memory for so many tokens of KV.
+def sharing_memory(config: PrefixBenchConfig, num_tokens: int) -> Iterator[None]:
+    """Let engines that start in here divide the memory of KV for so many tokens between their pools.
 
     Raises:
         ConfigError: no engine starts in it.
     """
     with start_engine(config, max_total_tokens=num_tokens, max_mamba_cache_size=config.max_running_requests) as known:
         plan, shape = known.engine.memory_plan, known.engine.model.cache_shape
-    return plan.total_bytes - plan.kv_bytes - plan.state_bytes + num_tokens * shape.kv_bytes_per_token
-
-
-def start_engine_within(config: PrefixBenchConfig, budget_bytes: int, **flags: Any) -> LLM:
-    """Start an engine whose weights and pools may take so many bytes. Raises ConfigError: they are too few."""
-    with _machine_with(int(budget_bytes / config.mem_fraction_static) + 1):
-        return start_engine(config, **flags)
+        rest = plan.total_bytes - plan.kv_bytes - plan.state_bytes
+        workbench = known.workbench
+    with workbench.budget(rest + num_tokens * shape.kv_bytes_per_token):
+        yield
 
 
 def start_cold_engine(config: PrefixBenchConfig) -> LLM:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.prefix.engines import PrefixBenchConfig, budget_for, start_engine_within
+from specmamba.bench.prefix.engines import PrefixBenchConfig, sharing_memory, start_engine
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.errors import ConfigError
 from specmamba.measure.report import progress_bar
@@ -36,10 +36,10 @@ def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, An
         ConfigError: a document does not fit the memory, or this machine has no elastic pools.
     """
     splits: dict[str, dict[str, Any]] = {str(ratio): _fixed(ratio) for ratio in RATIOS}
-    found, texts, budget = {}, [], budget_for(config, config.swing_tokens)
-    with progress_bar("swing", len(splits) + 1) as advance:
+    found, texts = {}, []
+    with sharing_memory(config, config.swing_tokens), progress_bar("swing", len(splits) + 1) as advance:
         for name, flags in (*splits.items(), (ELASTIC, {"elastic_pools": "auto"})):
-            with start_engine_within(config, budget, **flags) as llm:
+            with start_engine(config, **flags) as llm:
                 if name == ELASTIC and llm.engine.stats().split is None:
                     raise ConfigError(
                         f"--swing-tokens {config.swing_tokens}: pools are not elastic here, or not in so little: "

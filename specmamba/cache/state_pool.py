@@ -111,8 +111,7 @@ class StatePool:
         free = [slot for slot in self._free if slot <= last]
         moved = [(source, free.pop()) for source in sources]
         for source, target in moved:
-            for states in self._states:
-                states[:, target] = states[:, source]
+            self._copy_content(source, target)
             self._stamps[target] = self._stamps.pop(source)
         self._free, self.num_slots = free, last
         return moved
@@ -218,6 +217,9 @@ class StatePool:
     def _copy(self, source: int, source_owner: str, target: int, target_owner: str, position: int) -> None:
         self.check(source, source_owner, position)
         self.begin_write(target, target_owner)
+        self._copy_content(source, target)
+        self.end_write(target, position)
+
+    def _copy_content(self, source: int, target: int) -> None:
         for states in self._states:
             states[:, target] = states[:, source]
-        self.end_write(target, position)

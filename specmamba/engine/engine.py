@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -73,6 +73,8 @@ class Engine:
     Raises:
         SpecmambaError: the configuration, the checkpoint or the memory does not allow to start.
     """
+
+    given_budget: ClassVar[int | None] = None  # bytes for weights and pools; None: a share of the memory that is free
 
     def __init__(self, config: EngineConfig, ranks: Ranks = ONE_RANK) -> None:
         """Load the model; ``ranks``: that share it, each with an engine that gets the same calls."""
@@ -181,6 +183,8 @@ class Engine:
 
     def _memory_budget(self, config: EngineConfig) -> int:
         """Bytes for weights and pools, the same on all ranks: the smallest that one of them has."""
+        if self.given_budget is not None:
+            return self.given_budget
         num_sharing = self.ranks.size if self.device.type == "cpu" else 1  # of the same memory
         return self.ranks.smallest(int(free_memory(self.device) * config.mem_fraction_static) // num_sharing)
 

@@ -186,7 +186,7 @@ def test_random_histories(page_size: int, policy: PolicyName) -> None:
     machine = type("Machine", (ElasticMachine,), {"page_size": page_size, "policy": policy, "moved": moved})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     examples, steps = (1000, 100) if IS_FULL else (15, 40)
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks, database=None
