@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from specmamba.cache.prefix.inspection import CacheStats, Counters
+from specmamba.cache.split import SplitStats
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.draft.draft_plan import DraftPlan
@@ -118,6 +119,7 @@ class FakeStats:
     spec: SpecStats = field(default_factory=SpecStats)
     sizing: SizingStats | None = None  # None: drafts of a fixed size
     prefix_cache: CacheStats = CACHE_STATS
+    split: SplitStats | None = None  # None: pools of fixed sizes
     host: TierStats | None = None  # None: no prefixes in host memory,
     disk: TierStats | None = None  # or on disk
     handoffs: HandoffStats | None = None

@@ -1,6 +1,6 @@
 """What the prefix cache spares: hit rates against an oracle, time to first token with and without it, and its costs.
 
-    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,writing,costs] [--json FILE]
+    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,writing,costs,swing] [--json FILE]
                            [--plot FILE.png] [any engine flag]
 
 Every wave of requests runs on an engine with the cache and on one without, in turns, with greedy decoding, and the
@@ -8,7 +8,8 @@ outputs are compared. In float32 (the default here) a text that differs is an er
 hold everything of a workload that can be cached, except for ``pressure``, which gets a share of that and runs with both
 eviction policies; the engine without the cache has enough memory there too. workloads.py describes the workloads,
 texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``disk`` in disk.py, ``writing`` in
-writing.py, ``costs`` in costs.py and decoding.py.
+writing.py, ``costs`` in costs.py and decoding.py, ``swing`` (only
+where it is named) in splits.py.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     from specmamba.bench.prefix.engines import start_cold_engine
     from specmamba.bench.prefix.figures import full_report
     from specmamba.bench.prefix.run import measure_ttft, run_workloads
+    from specmamba.bench.prefix.splits import measure_swing
     from specmamba.bench.prefix.texts import read_source
     from specmamba.bench.prefix.writing import measure_writing
 
@@ -58,7 +60,8 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
         context_length = cold.engine.context_length
     writing = measure_writing(config, source, context_length) if "writing" in config.workloads else None
     costs = measure_costs(config, source) if "costs" in config.workloads else None
-    return full_report(config, description, num_threads, source, plays, ttft, disk, writing, costs)
+    swing = measure_swing(config, source) if "swing" in config.workloads else None
+    return full_report(config, description, num_threads, source, plays, ttft, disk, writing, costs, swing)
 
 
 def print_report(report: Figures) -> None:
@@ -80,6 +83,7 @@ def print_report(report: Figures) -> None:
         *_about_disk(report["disk"]),
         *_about_writing(report["writing"]),
         *_about_costs(report["costs"]),
+        *_about_swing(report["swing"]),
         *_remarks(report),
     )
 
@@ -205,6 +209,23 @@ def _about_decoding(strategy: str, decode: Figures) -> str:
         f"decoding, {strategy}: of a step of {decode['step_ms']:.2f} ms with {decode['requests']} requests, "
         f"bookkeeping takes {decode['bookkeeping_share']:.2%} ({shares}; {decode['steps']} steps{left})"
     )
+
+
+def _about_swing(swing: Figures | None) -> list[str]:
+    if swing is None:
+        return []
+    lines = []
+    for half in ("short", "long"):
+        for name, figures in swing["splits"].items():
+            each = figures[half]
+            lines.append(
+                f"swing, {half} requests, {'ratio ' * (name != 'elastic')}{name}: {each['hit_tokens']} of "
+                f"{each['prompt_tokens']} tokens cached, {each['preemptions']} preemptions; at the end KV of "
+                f"{each['kv_pool_tokens']} tokens, {each['state_slots']} states"
+            )
+    moved = swing["splits"]["elastic"]
+    line = f"{moved['moves']} times, copying {moved['moved_tokens']} tokens and {moved['moved_states']} states"
+    return [*lines, f"swing: the line between elastic pools moved {line}"]
 
 
 def _remarks(report: Figures) -> list[str]:

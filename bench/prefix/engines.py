@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,7 +29,8 @@ POOLS = ("max_total_tokens", "max_mamba_cache_size")
 ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only with cached prefixes
 FOLDER_PREFIX = "specmamba-bench-"  # of folders for prefixes on disk
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
-PARTS = (*SHARING, "ttft", "disk", "writing", "costs")
+DEFAULT_PARTS = (*SHARING, "ttft", "disk", "writing", "costs")
+PARTS = (*DEFAULT_PARTS, "swing")
 
 
 def _names(value: object) -> object:
@@ -43,7 +45,7 @@ class PrefixBenchConfig(ReportOptions):
         Annotated[tuple[str, ...], Field(min_length=1)],
         BeforeValidator(_names),
         Field(description=f"what to run, of {','.join(PARTS)}"),
-    ] = PARTS
+    ] = DEFAULT_PARTS
     prompts: Annotated[
         Path | None,
         Field(description="take the text from the prompts of this file; none: bundled ones and held-out Python files"),
@@ -81,6 +83,13 @@ class PrefixBenchConfig(ReportOptions):
     writing_tokens: Annotated[int, Field(ge=1, description="writing: new tokens of each running request")] = 384
     cost_tokens: Annotated[int, Field(ge=1024, description="costs: tokens of the longest prompt in the tree")] = 32768
     cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
+
+    swing_tokens: Annotated[
+        int, Field(ge=256, description="swing: memory of both pools, as tokens whose KV it would hold")
+    ] = 9000
+    swing_chats: Annotated[int, Field(ge=1, description="swing: short conversations, of --num-turns turns")] = 24
+    swing_documents: Annotated[int, Field(ge=1, description="swing: documents, with --num-questions questions")] = 4
+    swing_document_tokens: Annotated[int, Field(ge=1, description="swing: tokens of a document")] = 1200
 
     @field_validator("workloads")
     @classmethod
@@ -183,6 +192,21 @@ def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         flags["hicache_storage_dir"] = folder
     return LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | flags)
+
+
+@contextmanager
+def sharing_memory(config: PrefixBenchConfig, num_tokens: int) -> Iterator[None]:
+    """Let engines that start in here divide the memory of KV for so many tokens between their pools.
+
+    Raises:
+        ConfigError: no engine starts in it.
+    """
+    with start_engine(config, max_total_tokens=num_tokens, max_mamba_cache_size=config.max_running_requests) as known:
+        plan, shape = known.engine.memory_plan, known.engine.model.cache_shape
+        rest = plan.total_bytes - plan.kv_bytes - plan.state_bytes
+        workbench = known.workbench
+    with workbench.budget(rest + num_tokens * shape.kv_bytes_per_token):
+        yield
 
 
 def start_cold_engine(config: PrefixBenchConfig) -> LLM:

@@ -41,10 +41,13 @@ def full_report(
     disk: dict[str, Any] | None,
     writing: dict[str, Any] | None,
     costs: dict[str, Any] | None,
+    swing: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The report as a JSON object; ``description`` and ``num_threads`` are those of the engine without the cache."""
     workloads = [workload_figures(each) for each in plays]
-    different = sum(each["different_texts"] for each in (*workloads, ttft or NOTHING, disk or NOTHING))
+    different = sum(
+        each["different_texts"] for each in (*workloads, ttft or NOTHING, disk or NOTHING, swing or NOTHING)
+    )
     return {
         "model": model_name(description),
         "dtype": description["dtype"],
@@ -73,6 +76,7 @@ def full_report(
         "disk": disk,
         "writing": writing,
         "costs": costs,
+        "swing": swing,
     }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from specmamba.cache.shapes import SCALE_DTYPE, CacheShape
 from specmamba.kernels import state_copy
 from specmamba.kernels.paged_attention.codes import as_bytes
-from specmamba.processes.unused_memory import give_back_pages
+from specmamba.processes.unused_memory import avoid_huge_pages, give_back_pages
 
 Pages = NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
@@ -26,15 +26,18 @@ class PageAllocator:
     A page has holders: rows of the request table and nodes of the prefix cache. It is free when it has none. A holder
     may pin the page: rows always do, nodes while a running request uses them. Pages that are held and not pinned can be
     freed by eviction, so an allocation can get at most ``num_available`` pages. Arrays of pages have no duplicates.
+    The number of pages can change, up to ``most_pages``: pages behind ``num_pages`` are not there.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, most_pages: int | None = None) -> None:
         self.num_pages = num_pages
+        self.most_pages = num_pages if most_pages is None else most_pages
         self.num_free = num_pages
         self.num_pinned = 0
-        self._stack = np.arange(num_pages, 0, -1, dtype=np.int64)  # the first num_free of them are free
-        self._holders = np.zeros(num_pages + 1, dtype=np.int32)
-        self._pins = np.zeros(num_pages + 1, dtype=np.int32)
+        self._stack = np.zeros(self.most_pages, dtype=np.int64)  # the first num_free of them are free
+        self._stack[:num_pages] = np.arange(num_pages, 0, -1)
+        self._holders = np.zeros(self.most_pages + 1, dtype=np.int32)
+        self._pins = np.zeros(self.most_pages + 1, dtype=np.int32)
 
     @property
     def num_available(self) -> int:
@@ -97,6 +100,38 @@ class PageAllocator:
         self._check_held(pages)
         self._unpin(pages)
 
+    def extend(self, count: int) -> None:
+        """Add free pages behind the others. Raises ValueError: there is no room for so many."""
+        if not 0 <= count <= self.most_pages - self.num_pages:
+            raise ValueError(f"{count} more pages than {self.num_pages} are more than {self.most_pages}")
+        self._stack[count : count + self.num_free] = self._stack[: self.num_free]
+        self._stack[:count] = np.arange(self.num_pages + count, self.num_pages, -1)  # low pages are given first
+        self.num_pages += count
+        self.num_free += count
+
+    def shrink(self, count: int) -> tuple[Pages, Pages]:
+        """Take the last ``count`` pages away. Those that are held become lower pages, with the same holders and pins.
+
+        Returns:
+            The pages that were held, ascending, and what they are now; the caller moves what is in them.
+
+        Raises:
+            ValueError: fewer pages are free.
+        """
+        if not 0 <= count <= self.num_free:
+            raise ValueError(f"{count} pages cannot go: {self.num_free} of {self.num_pages} are free")
+        last = self.num_pages - count
+        source = np.flatnonzero(self._holders[last + 1 : self.num_pages + 1]) + (last + 1)
+        free = np.sort(self._stack[: self.num_free])
+        free = free[: np.searchsorted(free, last, side="right")]
+        target, free = free[: len(source)], free[len(source) :]
+        for counts in (self._holders, self._pins):
+            counts[target] = counts[source]
+            counts[source] = 0
+        self.num_pages, self.num_free = last, len(free)
+        self._stack[: len(free)] = free[::-1]
+        return source, target
+
     def holders(self, page: int) -> int:
         """Return the number of holders of a page."""
         return int(self._holders[page])
@@ -126,13 +161,16 @@ class KVPool:
     The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
     but its pages still count tokens. Codes (``CacheShape.kv_dtype``) have scales, ``k_scales`` and ``v_scales``: for
     every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools. Values of
-    latent attention are views on their keys.
+    latent attention are views on their keys. A pool that can grow has the tensors of its largest size from the start;
+    on a CPU they take memory where they were written.
     """
 
-    def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device, most_pages: int | None = None
+    ) -> None:
         self.page_size, self.is_exact = page_size, shape.is_exact
-        self.allocator = PageAllocator(num_pages)
-        num_slots = (num_pages + 1) * page_size
+        self.allocator = PageAllocator(num_pages, most_pages)
+        num_slots = (self.allocator.most_pages + 1) * page_size
         sizes = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for group in shape.kv]
         are_latent = [group.latent_dim is not None for group in shape.kv]
         keys, values = _keys_and_values(sizes, are_latent, shape.stored_kv_dtype, device)
@@ -183,6 +221,27 @@ class KVPool:
         """Give back the memory of an unused pool, on a CPU."""
         for group in self._groups:
             give_back_zeros(group)
+
+    def give_back_unused(self) -> None:
+        """Give back the memory behind the last page, in all layers, on a CPU."""
+        first = (self.allocator.num_pages + 1) * self.page_size
+        for group in self._groups:
+            for layer in group:
+                give_back_zeros(layer[first:])
+
+    def avoid_huge_pages(self) -> None:
+        """Take memory in the system's small pages, so that ``give_back_unused`` gives back all but part of one."""
+        for group in self._groups:
+            avoid_huge_pages(group.data_ptr(), group.nbytes)
+
+    def move_pages(self, source: Pages, target: Pages) -> None:
+        """Copy pages ``source`` [n] to ``target`` [n], none of which is among the former, in all layers."""
+        offsets = np.arange(self.page_size)
+        slots = [
+            torch.from_numpy((pages[:, None] * self.page_size + offsets).reshape(-1)) for pages in (source, target)
+        ]
+        if self._groups:
+            self.move(*(x.to(self._groups[0].device) for x in slots))
 
     def clear(self, slots: Tensor) -> None:
         """Make keys and values in these slots [T] zeros, in all layers; a code of 0 is 0 by any scale."""

@@ -145,6 +145,22 @@ class RequestTable:
         self._kv_pool.allocator.release(held.pages[:num_given], pinned=True)
         self._holdings[row] = _Holding(end, held.first_page + num_given, held.pages[num_given:])
 
+    def pages_moved(self, now: Pages) -> None:
+        """Point all rows at pages that have moved; ``now`` [pages + 1]: by page, what it is now."""
+        size = self._kv_pool.page_size
+        for row, held in self._holdings.items():
+            end = min(max(held.end_page * size, held.num_borrowed), self.max_positions)
+            slots = self._host[row, :end]
+            moved = now[slots // size] * size + slots % size
+            changed = np.flatnonzero(moved != slots)
+            if len(changed):
+                self._put(row, int(changed[0]), moved[changed[0] : changed[-1] + 1])
+            self._holdings[row] = replace(held, pages=now[held.pages])
+
+    def state_moved(self, slot: int, now: int) -> bool:
+        """Rows do not know states."""
+        return False
+
     def release(self, row: int) -> None:
         """Free a row and release its pages."""
         self._kv_pool.allocator.release(self._holdings.pop(row).pages, pinned=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
+from specmamba.processes.unused_memory import avoid_huge_pages
 
 PREFIX_CACHE = "prefix cache"  # the owner of states that any request may copy
 NOWHERE = -1  # the position of a slot that holds no state yet
@@ -36,17 +37,19 @@ class StatePool:
     ``recurrent`` [layers, slots + 1, Hv, K, V] in the shape's ``state_dtype``: writers of a slot round, readers
     go on in float32. ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the last convolution
     inputs, oldest first; ``features`` [1, slots + 1, F] in the shape's ``features_dtype``, what a drafter needs to go
-    on behind the last token (F = 0 where that is nothing).
+    on behind the last token (F = 0 where that is nothing). The number of slots can change, up to ``most_slots``, for
+    which the tensors have room.
     """
 
-    def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, num_slots: int, device: torch.device, most_slots: int | None = None) -> None:
         s = shape.state
         layers = shape.num_state_layers
         self.num_slots, self.is_exact = num_slots, shape.is_exact
-        size = layers, num_slots + 1
+        self.most_slots = num_slots if most_slots is None else most_slots
+        size = layers, self.most_slots + 1
         self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype, device)
         self.conv = lazy_zeros((*size, s.conv_width - 1, s.conv_channels), shape.dtype, device)
-        self.features = lazy_zeros((1, num_slots + 1, shape.draft_features), shape.features_dtype, device)
+        self.features = lazy_zeros((1, self.most_slots + 1, shape.draft_features), shape.features_dtype, device)
         self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
         self._stamps: dict[int, Stamp] = {}
@@ -69,6 +72,49 @@ class StatePool:
         """Give back the memory of an unused pool, on a CPU."""
         for states in self._states:
             give_back_zeros(states)
+
+    def give_back_unused(self) -> None:
+        """Give back the memory behind the last slot, in all layers, on a CPU."""
+        for states in self._states:
+            for layer in states:
+                give_back_zeros(layer[self.num_slots + 1 :])
+
+    def avoid_huge_pages(self) -> None:
+        """Take memory in the system's small pages, so that ``give_back_unused`` gives back all but part of one."""
+        for states in self._states:
+            avoid_huge_pages(states.data_ptr(), states.nbytes)
+
+    def extend(self, count: int) -> None:
+        """Add free slots behind the others. Raises ValueError: there is no room for so many."""
+        if not 0 <= count <= self.most_slots - self.num_slots:
+            raise ValueError(f"{count} more slots than {self.num_slots} are more than {self.most_slots}")
+        self._free = [*range(self.num_slots + count, self.num_slots, -1), *self._free]
+        self.num_slots += count
+
+    def shrink(self, count: int) -> list[tuple[int, int]]:
+        """Take the last ``count`` slots away. States in them move to lower slots, with their stamps.
+
+        Returns:
+            (slot, its new number) of every state that has moved, ascending.
+
+        Raises:
+            ValueError: fewer slots are free.
+            StateOwnershipError: a state that would move is being written. Nothing was changed.
+        """
+        if not 0 <= count <= len(self._free):
+            raise ValueError(f"{count} slots cannot go: {len(self._free)} of {self.num_slots} are free")
+        last = self.num_slots - count
+        sources = sorted(slot for slot in self._stamps if slot > last)
+        for slot in sources:
+            if not self._stamps[slot].is_written:
+                raise StateOwnershipError(f"state slot {slot} cannot move: it is being written")
+        free = [slot for slot in self._free if slot <= last]
+        moved = [(source, free.pop()) for source in sources]
+        for source, target in moved:
+            self._copy_content(source, target)
+            self._stamps[target] = self._stamps.pop(source)
+        self._free, self.num_slots = free, last
+        return moved
 
     def allocate(self, owner: str) -> int | None:
         """Allocate the lowest free slot with the state before any token (zeros, position 0); None if there is none."""
@@ -171,6 +217,9 @@ class StatePool:
     def _copy(self, source: int, source_owner: str, target: int, target_owner: str, position: int) -> None:
         self.check(source, source_owner, position)
         self.begin_write(target, target_owner)
+        self._copy_content(source, target)
+        self.end_write(target, position)
+
+    def _copy_content(self, source: int, target: int) -> None:
         for states in self._states:
             states[:, target] = states[:, source]
-        self.end_write(target, position)

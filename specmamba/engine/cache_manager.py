@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specmamba.cache.kv_pool import Pages
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
 from specmamba.cache.prefix.inspection import Outline, View
-from specmamba.cache.prefix.node import Match, Node
+from specmamba.cache.prefix.node import Match, Node, slots_between
 from specmamba.cache.prefix.state_places import is_tracked, spare_ends
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers, TierWish
@@ -53,9 +54,28 @@ class CacheManager:
         self.cache, self.is_on = cache, is_on
         self.pools = pools
         self._track_interval = track_interval if is_on else None
-        self._max_spare = int(SPARE_SHARE * pools.states.num_slots)
         self._spare_limits = min(spare_limits[0], self._max_spare), spare_limits[1]
         self.tiers: PrefixTiers | None = None  # what lies below the cache; None: nothing
+        self._running: dict[int, Request] = {}  # by state slot
+        if pools.split is not None:
+            pools.split.followers.append(self)
+
+    @property
+    def _max_spare(self) -> int:
+        return int(SPARE_SHARE * self.pools.states.num_slots)
+
+    def pages_moved(self, now: Pages) -> None:
+        """Requests know pages through their rows and nodes alone."""
+
+    def state_moved(self, slot: int, now: int) -> bool:
+        """Note that a state has moved to another slot; returns whether it is a running request's."""
+        request = self._running.pop(slot, None)
+        if request is None:
+            return False
+        self._running[now], request.slot = request, now
+        if request.row is not None:
+            self.pools.state_buffers.state_moved(request.row, now)
+        return True
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
         """Allocate a row, a state slot and KV for the positions of a request, evicting cached prefixes where needed.
@@ -128,13 +148,13 @@ class CacheManager:
 
     @property
     def num_tokens(self) -> int:
-        """Size of the KV pool in tokens."""
-        return self.pools.kv.num_tokens
+        """Size of the KV pool in tokens, as large as it can become now."""
+        return self.cache.most_pages * self.pools.kv.page_size
 
     @property
     def num_available_states(self) -> int:
-        """State slots that are free or can be freed by eviction."""
-        return self.pools.states.num_free + self.cache.num_evictable_states
+        """State slots that a new request can have."""
+        return self.cache.num_available_states
 
     def lacking(self, requests: Iterable[Request], num_lookahead_slots: int) -> list[Request]:
         """The running requests without KV for so many positions from their roots on."""
@@ -156,22 +176,24 @@ class CacheManager:
         ahead = min(num_positions + num_ahead, table.max_positions)
         if table.num_missing_pages(row, ahead) <= allocator.num_free:
             return table.ensure(row, ahead)
-        return self.cache.evict_pages(missing) and table.ensure(row, num_positions)
+        return self.cache.make_room(missing, 0) and table.ensure(row, num_positions)
 
     def make_slot(self) -> bool:
         """Free a state slot for the prefix cache, by eviction if need be; False if running requests hold all.
 
         Asked before a drafter computes the features of a state that is to be left.
         """
-        return self.is_on and self.cache.evict_states(1)
+        return self.is_on and self.cache.make_room(0, 1)
 
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
         """Cache a copy of a request's state at the end of its newest chunk."""
-        own, position, states = request.held_slot, request.num_run, self.pools.states
+        position, states = request.num_run, self.pools.states
         is_spare = position in request.spare_ends - request.chunk_ends and request.num_to_extend > 0
-        self._leave_copy(
-            request, position, features, lambda slot: states.fork(own, request.request_id, position, slot), is_spare
-        )
+
+        def write(slot: int) -> None:  # making room for the copy may have moved the original
+            states.fork(request.held_slot, request.request_id, position, slot)
+
+        self._leave_copy(request, position, features, write, is_spare)
 
     def tracked_positions(self, request: Request, previous: int) -> list[int]:
         """Return the positions of the last step at which ``track_interval`` asks for a state.
@@ -204,7 +226,7 @@ class CacheManager:
         if request.is_verifying:
             self.pools.state_buffers.retire(request.held_row, request.num_run)
         self.pools.states.donate(slot, request.request_id, request.num_run)
-        request.slot = None
+        self._set_slot(request, None)
         self._insert(request, request.num_run, slot)
 
     def release(self, request: Request) -> None:
@@ -267,38 +289,48 @@ class CacheManager:
 
     def _take(self, request: Request, match: Match, num_positions: int, num_spare: int) -> bool:
         """Allocate everything; after a failure the caller frees what was allocated."""
-        table, allocator = self.pools.table, self.pools.kv.allocator
+        table = self.pools.table
         needed = table.num_missing_pages(None, num_positions, match.length)
         spare = -(-num_spare // self.pools.kv.page_size)
-        if not table.num_free_rows or not self.num_available_states or needed + spare > allocator.num_available:
-            return False
-        if not self.cache.evict_pages(needed):
+        if not table.num_free_rows or not self.cache.can_have(needed + spare, 1):
             return False
         request.row = table.allocate_row()
-        if request.row is None or not self._take_state(request, match):
+        if request.row is None or not self._take_state(request, match, needed):
             return False
-        table.borrow(request.row, match.slots)
+        *_, root = match.node.path()
+        table.borrow(request.row, slots_between(root, match.node))  # they may have moved since the match
         return table.ensure(request.row, num_positions)
 
-    def _take_state(self, request: Request, match: Match) -> bool:
-        """Allocate a slot with the state that a request starts from; False if there is none."""
+    def _take_state(self, request: Request, match: Match, num_pages: int) -> bool:
+        """Allocate a slot with the state that a request starts from, beside free pages; False if that is impossible."""
         states, cache, node = self.pools.states, self.cache, match.node
         if not match.length:
-            request.slot = states.allocate(request.request_id) if cache.evict_states(1) else None
+            if cache.make_room(num_pages, 1):
+                self._set_slot(request, states.allocate(request.request_id))
             return request.slot is not None
-        assert node.state_slot is not None
         cache.lock_state(node)  # so that making room for the copy does not evict the original
         try:
-            request.slot = states.reserve(request.request_id) if cache.evict_states(1) else None
+            if cache.make_room(num_pages, 1):
+                self._set_slot(request, states.reserve(request.request_id))
+            is_last = request.slot is None and cache.make_room(num_pages, 0)
             if request.slot is not None:
+                assert node.state_slot is not None
                 states.copy(node.state_slot, request.slot, match.length)
         finally:
             cache.unlock_state(node)
-        if request.slot is None and not states.num_free:  # the original is in the only slot that is left
+        if is_last and not node.state_locks:  # the original is in the only slot that is left
             slot = cache.give_state(node)
             states.take(slot, request.request_id, match.length)
-            request.slot = slot
+            self._set_slot(request, slot)
         return request.slot is not None
+
+    def _set_slot(self, request: Request, slot: int | None) -> None:
+        """Note which slot a request has."""
+        if request.slot is not None:
+            del self._running[request.slot]
+        if slot is not None:
+            self._running[slot] = request
+        request.slot = slot
 
     def _give_back(self, request: Request) -> None:
         """Free a request's row and slot, as far as it has them."""
@@ -307,7 +339,7 @@ class CacheManager:
             request.row = None
         if request.slot is not None:
             self.pools.states.free(request.slot, request.request_id)
-            request.slot = None
+            self._set_slot(request, None)
 
     def _leave_copy(
         self,
@@ -394,7 +426,8 @@ def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) 
         flops_per_token=2.0 * model.num_parameters,
         flops_per_token_squared=4.0 * model.attention_width,  # a product with a key, and one with a value
     )
-    cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
+    kv = pools.kv
+    cache = MambaRadixCache(kv.allocator, kv.page_size, pools.states, costs, config.cache_eviction, pools.split)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
     return CacheManager(
         pools,

@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
+from specmamba.cache.memory.elastic import why_fixed
 from specmamba.cache.prefix.inspection import View
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_disk_folder
@@ -73,6 +74,8 @@ class Engine:
         SpecmambaError: the configuration, the checkpoint or the memory does not allow to start.
     """
 
+    given_budget: ClassVar[int | None] = None  # bytes for weights and pools; None: a share of the memory that is free
+
     def __init__(self, config: EngineConfig, ranks: Ranks = ONE_RANK) -> None:
         """Load the model; ``ranks``: that share it, each with an engine that gets the same calls."""
         self.ranks = ranks
@@ -99,6 +102,7 @@ class Engine:
             self.eos_token_ids = self.model.eos_token_ids
             self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size, self.models.block_size)
             weight_bytes = -self.ranks.smallest(-self.models.weight_bytes)
+            fixed = why_fixed(config, self.model.cache_shape, self.device.type)
             self.memory_plan = plan_memory(
                 config,
                 self.model.cache_shape,
@@ -108,6 +112,7 @@ class Engine:
                 self.draft_plan.num_lookahead_slots,
                 budget,
                 weight_bytes,
+                is_elastic=fixed is None,
             )
             self.ranks.agree("the memory that they plan", repr(self.memory_plan))
         # outside of inference mode: an abort, which runs outside of a step, writes these tensors
@@ -177,6 +182,8 @@ class Engine:
 
     def _memory_budget(self, config: EngineConfig) -> int:
         """Bytes for weights and pools, the same on all ranks: the smallest that one of them has."""
+        if self.given_budget is not None:
+            return self.given_budget
         num_sharing = self.ranks.size if self.device.type == "cpu" else 1  # of the same memory
         return self.ranks.smallest(int(free_memory(self.device) * config.mem_fraction_static) // num_sharing)
 

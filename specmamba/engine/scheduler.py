@@ -13,6 +13,7 @@ from typing import Literal
 
 from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
+from specmamba.cache.split import SplitStats
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import EngineConfig
 from specmamba.core import DraftTextStats, SizingStats, SpecStats
@@ -75,6 +76,7 @@ class EngineStats:
     num_preemptions: int
     spec: SpecStats
     prefix_cache: CacheStats
+    split: SplitStats | None = None  # None: the pools keep their sizes
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
     host: TierStats | None = None  # None: no prefixes are in host memory,
     disk: TierStats | None = None  # or on disk
@@ -243,12 +245,13 @@ class Scheduler:
             kv_used_tokens=pools.kv.num_used_tokens,
             kv_cached_tokens=pools.kv.num_cached_tokens,
             kv_total_tokens=pools.kv.num_tokens,
-            state_used_slots=pools.states.num_slots - self._cache.num_available_states,
+            state_used_slots=cache.num_used_states,
             state_cached_slots=cache.num_evictable_states,
             state_total_slots=pools.states.num_slots,
             num_preemptions=self.num_preemptions,
             spec=spec,
             prefix_cache=cache.stats,
+            split=None if pools.split is None else pools.split.stats,
             host=tiers.get("host"),
             disk=tiers.get("disk"),
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -199,6 +200,16 @@ class Workbench:
     def free_memory(self) -> int:
         """Free bytes of host memory."""
         return free_memory(torch.device("cpu"))
+
+    @contextmanager
+    def budget(self, num_bytes: int) -> Iterator[None]:
+        """Let engines that start in here take so many bytes for weights and pools, whatever memory is free."""
+        kind = type(self._engine)
+        before, kind.given_budget = kind.given_budget, num_bytes
+        try:
+            yield
+        finally:
+            kind.given_budget = before
 
     def _make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         """Make a drafter that replaces the engine's; after an error the engine keeps its drafter.

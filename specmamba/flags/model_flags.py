@@ -124,8 +124,20 @@ class ModelFlags(CommandLine):
         int | None, Field(ge=1, description="recurrent states in the state pool, running and cached; none: derived")
     ] = None
     mamba_full_memory_ratio: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="bytes of recurrent states for every byte of KV")
+        float,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="bytes of recurrent states for every byte of KV; with elastic pools: at the start",
+        ),
     ] = 0.9
+    elastic_pools: Annotated[
+        Literal["auto", "off"],
+        Field(
+            description="KV and recurrent states take memory from each other as requests need it; auto: on a CPU under "
+            "Linux, where neither pool has a given size"
+        ),
+    ] = "auto"
     mamba_ssm_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         Field(description="type of recurrent states in the state pool; what is computed from them stays float32"),

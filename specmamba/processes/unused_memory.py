@@ -14,6 +14,9 @@ from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
 
+SYSTEM_PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20  # of Linux on the usual processors, where its pages have 4 KiB
+_NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE of <sys/mman.h>, which mmap does not name on every system
 _HEAD = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<access>\S{4}) \S+ \S+ \d+ *(?P<file>.*)")
 _OWN_PAGES = ("Anonymous", "Private_Dirty", "Swap")  # of a mapping: pages that are not those of its file
 
@@ -37,6 +40,14 @@ def give_back_pages(address: int, num_bytes: int) -> int:
         return 0
     status = _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
     return 0 if status else last - first
+
+
+def avoid_huge_pages(address: int, num_bytes: int) -> None:
+    """Keep the system from using huge pages in a range, so that small parts of it can be given back."""
+    page = mmap.PAGESIZE
+    first, last = -(-address // page) * page, (address + num_bytes) // page * page
+    if last > first and sys.platform == "linux":
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _NO_HUGE_PAGES)
 
 
 def drop_library_pages() -> int:

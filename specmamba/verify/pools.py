@@ -14,6 +14,7 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan
 from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape
+from specmamba.cache.split import Split
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.kernels import tree as tree_ops
@@ -35,20 +36,28 @@ class Pools:
     """KV, recurrent states and token counts of all requests, sized by one plan."""
 
     def __init__(self, shape: CacheShape, vocab_size: int, plan: MemoryPlan, device: torch.device) -> None:
-        self.kv = KVPool(shape, plan.num_pages, plan.page_size, device)
-        self.states = StatePool(shape, plan.num_state_slots, device)
+        bounds = plan.elastic
+        most = (None, None) if bounds is None else (bounds.most_pages, bounds.most_state_slots)
+        self.kv = KVPool(shape, plan.num_pages, plan.page_size, device, most[0])
+        self.states = StatePool(shape, plan.num_state_slots, device, most[1])
+        self.split = None if bounds is None else Split(self.kv, self.states, bounds)
         self.table = RequestTable(plan.num_rows, plan.context_length + plan.num_lookahead_slots, self.kv, device)
         backend = RecordBuffers if plan.speculative_state == "records" else SnapshotBuffers
         self.state_buffers: StateBuffers[Any] = backend(shape, self.states, plan.num_rows, plan.max_nodes, device)
         self.counts = TokenCounts(plan.num_rows, vocab_size, device)
+        if self.split is not None:
+            self.split.followers.append(self.table)
         self._device = device
 
     def give_back(self) -> None:
         """Make keys, values, states and records zeros that take no memory on a CPU, as at the start.
 
-        Does nothing while a request or the prefix cache holds a page or a slot.
+        Elastic pools have the sizes of the start again. Does nothing while a request or the prefix cache holds a page
+        or a slot.
         """
         if self.kv.is_unused and self.states.is_unused:
+            if self.split is not None:
+                self.split.restore()
             self.kv.give_back()
             self.states.give_back()
             self.state_buffers.give_back()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Generic, TypeVar
 
@@ -110,6 +110,11 @@ class StateBuffers(ABC, Generic[PlanT]):
     def end(self, row: int) -> None:
         """Forget a row; its checkpoint stays where it is. A row that never began is fine."""
         self._leases.pop(row, None)
+
+    def state_moved(self, row: int, slot: int) -> None:
+        """Note that a row's checkpoint stands in another slot now; a row that never began is fine. Between steps."""
+        if row in self._leases:
+            self._leases[row] = replace(self._leases[row], slot=slot)
 
     @abstractmethod
     def give_back(self) -> None:

@@ -21,6 +21,7 @@ from specmamba.bench.prefix.disk import HOST_RATIO, host_flags
 from specmamba.bench.prefix.engines import SHARING, PrefixBenchConfig, demand_of, pool_flags, rehearse, sizes_of
 from specmamba.bench.prefix.figures import workload_figures
 from specmamba.bench.prefix.run import Answer, Play
+from specmamba.bench.prefix.splits import measure_swing
 from specmamba.bench.prefix.texts import SPREAD, Oracle, TextSource, oracle_hits, read_source
 from specmamba.bench.prefix.workloads import Ask, Tokens, make_workload
 from specmamba.config import DEMO_MODEL
@@ -499,3 +500,26 @@ def test_a_text_of_a_few_words_is_refused(tmp_path: Path, tiny: Path, capsys: py
     with pytest.raises(SystemExit):
         prefix.main([*EXACT, *SIZES, "--model", str(tiny), "--prompts", str(file)])
     assert "are too few" in capsys.readouterr().err
+
+
+def test_swing_compares_splits_of_one_memory(
+    tmp_path: Path, tiny: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--workloads", "swing", "--swing-tokens", "1200", "--swing-chats", "3", "--swing-documents", "2"]
+    flags += ["--swing-document-tokens", "70", "--max-running-requests", "4"]
+    swing = run(tmp_path, tiny, text_file, *flags)["swing"]
+    assert swing["different_texts"] == 0
+    assert [*swing["splits"]] == ["0.1", "0.3", "0.9", "2.7", "elastic"]
+    slots = [figures["short"]["state_slots"] for name, figures in swing["splits"].items() if name != "elastic"]
+    assert slots == sorted(slots)
+    for half in ("short", "long"):
+        fixed = [figures[half] for name, figures in swing["splits"].items() if name != "elastic"]
+        assert swing[half]["best_fixed_hit_tokens"] == max(each["hit_tokens"] for each in fixed)
+        assert {each["prompt_tokens"] for each in fixed} == {swing["splits"]["elastic"][half]["prompt_tokens"]}
+    assert "swing: the line between elastic pools moved" in capsys.readouterr().out
+
+
+def test_swing_needs_documents_that_fit(tmp_path: Path, tiny: Path, text_file: Path) -> None:
+    config = config_of("--model", str(tiny), "--swing-tokens", "400", "--max-running-requests", "4")
+    with pytest.raises(ConfigError, match="--swing-document-tokens 1200: on one of the splits texts have"):
+        measure_swing(config, read_source(text_file, Tokenizer(DEMO_MODEL)))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from specmamba.cache.split import SplitStats
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
@@ -226,7 +227,8 @@ def test_operations_has_every_metric() -> None:
     sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.1, 0.0, 0, (1.0,), "off")
     disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
     handoffs = HandoffStats(1, 1, 0.1, {"slow": 1}, 0)
-    stats = replace(FakeEngine().stats(), sizing=sizing, host=disk, disk=disk, handoffs=handoffs)
+    split = SplitStats(1, 1, 1)
+    stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, handoffs=handoffs)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

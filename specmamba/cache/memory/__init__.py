@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from specmamba.cache.memory.demand import Demand, explain_contradiction, explain_shortage, largest_fitting
+from specmamba.cache.memory.elastic import SplitBounds, bounds_of, reserve_tables
 from specmamba.cache.shapes import CacheShape
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
@@ -48,6 +49,8 @@ class MemoryPlan:
     graph_bytes: int = 0  # logits between the two parts of captured steps
     largest_captured_batch: int = 0  # requests of the largest captured step; 0: none is captured
     kv_cache_dtype: str = "auto"  # of stored keys and values; auto: the model's
+    elastic: SplitBounds | None = None  # of pools that start with these sizes; None: they keep them
+    end_bytes: int = 0  # behind the ends of elastic pools
 
     @property
     def num_kv_tokens(self) -> int:
@@ -57,17 +60,17 @@ class MemoryPlan:
     @property
     def num_running_requests(self) -> int:
         """Requests that can run at the same time if their KV fits."""
-        return min(self.num_rows, self.num_state_slots)
+        return min(self.num_rows, self.num_state_slots if self.elastic is None else self.elastic.most_state_slots)
 
     @property
     def num_cached_states(self) -> int:
         """States that can be cached while the largest number of requests runs."""
-        return self.num_state_slots - self.num_running_requests if self.caches_prefixes else 0
+        return max(0, self.num_state_slots - self.num_running_requests) if self.caches_prefixes else 0
 
     @property
     def total_bytes(self) -> int:
         pools = self.kv_bytes + self.state_bytes + self.spec_bytes + self.draft_bytes + self.table_bytes
-        return self.weight_bytes + pools + self.graph_bytes
+        return self.weight_bytes + pools + self.graph_bytes + self.end_bytes
 
     @property
     def spec_bytes_per_request(self) -> int:
@@ -93,6 +96,7 @@ class MemoryPlan:
             [
                 ("weights", readable(self.weight_bytes), ""),
                 *self._pool_rows(),
+                *self._elastic_rows(),
                 *self._draft_rows(),
                 *self._graph_rows(),
                 ("request tables", readable(self.table_bytes), f"{self.num_rows} rows, and the lists of pages"),
@@ -120,6 +124,12 @@ class MemoryPlan:
             ("recurrent states", readable(self.state_bytes), f"{readable(per_state)} each: {states}"),
             ("speculation", readable(self.spec_bytes), f"{self.speculative_state} for {nodes}: {per_request}"),
         ]
+
+    def _elastic_rows(self) -> list[TableRow]:
+        if self.elastic is None:
+            return []
+        most = f"up to {self.elastic.most_pages * self.page_size:,} tokens, or {self.elastic.most_state_slots:,} states"
+        return [("elastic pools", readable(self.elastic.pool_bytes), f"what KV and states share, {most}")]
 
     def _draft_rows(self) -> list[TableRow]:
         if not self.draft_bytes:
@@ -161,6 +171,7 @@ def plan_memory(
     num_lookahead_slots: int,
     budget_bytes: int,
     weight_bytes: int = 0,
+    is_elastic: bool = False,
 ) -> MemoryPlan:
     """Size the pools for a configuration.
 
@@ -173,6 +184,7 @@ def plan_memory(
         num_lookahead_slots: KV positions from the root on that one step may write.
         budget_bytes: limit of weights and pools together.
         weight_bytes: bytes of the weights.
+        is_elastic: KV and states may take memory from each other (``why_fixed`` has no reason against it).
 
     Raises:
         ConfigError: the limits contradict each other or do not fit the memory; the message names settings that work.
@@ -191,13 +203,21 @@ def plan_memory(
     if demand.fewest_bytes > budget_bytes:
         raise ConfigError(explain_shortage(demand, budget_bytes))
     pages, slots = _size_pools(demand, budget_bytes)
+    elastic = None
+    if is_elastic:
+        reserved = reserve_tables(demand, budget_bytes)
+        sizes = _size_pools(reserved, budget_bytes)
+        elastic = bounds_of(reserved, budget_bytes, *sizes)
+        if elastic is not None:
+            demand, (pages, slots) = reserved, sizes
+    longest = pages if elastic is None else elastic.most_pages
     return MemoryPlan(
         num_rows=config.max_running_requests,
         num_state_slots=slots,
         num_pages=pages,
         page_size=config.page_size,
         # a request that is admitted must fit when it runs alone
-        context_length=min(demand.context, pages * config.page_size - num_lookahead_slots),
+        context_length=min(demand.context, longest * config.page_size - num_lookahead_slots),
         max_nodes=max_nodes,
         num_lookahead_slots=num_lookahead_slots,
         caches_prefixes=not config.disable_radix_cache,
@@ -216,6 +236,8 @@ def plan_memory(
         graph_bytes=demand.graph_bytes,
         largest_captured_batch=config.largest_captured_batch,
         kv_cache_dtype=config.kv_cache_dtype,
+        elastic=elastic,
+        end_bytes=demand.end_bytes,
     )
 
 

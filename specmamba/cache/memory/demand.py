@@ -44,6 +44,8 @@ class Demand:
     max_nodes: int
     num_lookahead_slots: int
     weight_bytes: int
+    table_pages: int = 0  # pages that tables have room for, if that is more than the pool has; 0: the pools are fixed
+    end_page: int = 0  # bytes of the system's pages, of which each layer of elastic pools takes the last one whole
 
     @property
     def context(self) -> int:
@@ -134,6 +136,7 @@ class Demand:
     def table_bytes(self, num_pages: int) -> int:
         """Bytes of all tables and buffers per row, and of the bookkeeping of pages and cached tokens."""
         config, rows = self.config, self.config.max_running_requests
+        num_pages = max(num_pages, self.table_pages)
         positions = min(self.context + self.num_lookahead_slots, num_pages * config.page_size)
         per_position = SLOT_BYTES + (HISTORY_BYTES if config.speculative_algorithm in TEXT_ALGORITHMS else 0)
         per_row = positions * per_position + COUNT_BYTES * self.vocab_size
@@ -161,7 +164,21 @@ class Demand:
 
     def total_bytes(self, num_pages: int, num_state_slots: int) -> int:
         pools = self.kv_bytes(num_pages) + self.state_bytes(num_state_slots) + self.spec_bytes + self.draft_bytes
-        return self.weight_bytes + pools + self.graph_bytes + self.table_bytes(num_pages)
+        return self.weight_bytes + pools + self.graph_bytes + self.table_bytes(num_pages) + self.end_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes behind the ends of elastic pools: pages of the system that are used in part."""
+        has_scales = 2 if self.shape.kv_dtype is None else 4
+        return self.end_page * (has_scales * self.shape.num_kv_layers + 2 * self.shape.num_state_layers + 1)
+
+    def with_ends(self, end_page: int) -> Demand:
+        """Copy for elastic pools in pages of the system of so many bytes."""
+        return replace(self, end_page=end_page)
+
+    def for_pages(self, num_pages: int) -> Demand:
+        """Copy whose tables have room for so many pages at least."""
+        return replace(self, table_pages=num_pages)
 
     def with_changes(self, **changes: object) -> Demand:
         """Copy with other settings, which are not validated."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 
 from specmamba.cache.kv_pool import PageAllocator
-from specmamba.cache.prefix.eviction import Costs, PolicyName, make_policy
+from specmamba.cache.prefix.eviction import Costs, PolicyName, Victims, make_policy
 from specmamba.cache.prefix.inspection import (
     WHOLE,
     CacheStats,
@@ -34,6 +34,7 @@ from specmamba.cache.prefix.node import (
     slots_between,
 )
 from specmamba.cache.prefix.radix_tree import RadixTree
+from specmamba.cache.split import Split
 from specmamba.cache.state_pool import StatePool
 
 MAX_SALTS_ASKED = 32
@@ -63,11 +64,16 @@ class MambaRadixCache:
         states: StatePool,
         costs: Costs,
         policy: PolicyName = "lru",
+        split: Split | None = None,
     ) -> None:
+        """Start empty, on pools that others share; ``split`` is the line between them; None: their sizes are fixed."""
         self.policy: PolicyName = policy
+        self.split = split
         self._allocator = allocator
         self._states = states
         self._tree = RadixTree(allocator, page_size, states)
+        if split is not None:
+            split.followers.append(self._tree)
         self._recency = self._tree.recency
         self._policy = make_policy(policy, costs)
         self._counters = Counters()
@@ -207,6 +213,55 @@ class MambaRadixCache:
         self._counters.evicted_states += 1
         return self._tree.give_state(node)
 
+    def can_have(self, num_pages: int, num_slots: int) -> bool:
+        """Whether there are so many free pages and state slots, once all is evicted that is not locked."""
+        allocator = self._allocator
+        if self.split is None:
+            return num_pages <= allocator.num_available and num_slots <= self.num_available_states
+        return self.split.bounds.fits(allocator.num_pinned + num_pages, self.num_used_states + num_slots)
+
+    @property
+    def num_used_states(self) -> int:
+        """State slots that cannot be freed by eviction."""
+        return self._states.num_slots - self._states.num_free - self.num_evictable_states
+
+    @property
+    def num_available_states(self) -> int:
+        """State slots that are free or can be freed by eviction, or become slots in place of pages that can."""
+        most = self._states.num_slots if self.split is None else self.split.most_slots(self._allocator.num_pinned)
+        return most - self.num_used_states
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that there are, or could be beside the states that are used now."""
+        return self._allocator.num_pages if self.split is None else self.split.most_pages(self.num_used_states)
+
+    def make_room(self, num_pages: int, num_slots: int) -> bool:
+        """Evict, and move the line between the pools, until so many pages and state slots are free together.
+
+        Pages and slots get other numbers then: what the caller knows of them by number has to be read again.
+
+        Returns:
+            False, with no change, if that is impossible.
+        """
+        if not self.can_have(num_pages, num_slots):
+            return False
+        if self.split is None:
+            return self.evict_pages(num_pages) and self.evict_states(num_slots)
+        victims, allocator, states = Victims(self._policy, self._recency), self._allocator, self._states
+        while (lacking := num_pages - allocator.num_free) > 0 or num_slots > states.num_free:
+            if num_slots > states.num_free and self.split.gain_slot(num_pages):
+                continue
+            if lacking > 0 and self.split.gain_pages(lacking, num_slots):
+                continue
+            # pages are all that lacks, and there can be no more: a state alone would not help
+            only_leaves = num_slots <= states.num_free and allocator.num_pages == self.split.bounds.most_pages
+            victim = victims.next(only_leaves)
+            if victim is None:
+                raise RuntimeError(f"{num_pages} pages and {num_slots} state slots should fit, and do not")
+            self._evict(*victim)
+        return True
+
     def evict_pages(self, count: int) -> bool:
         """Evict leaves until ``count`` pages are free. Returns False and evicts nothing if that is impossible."""
         if self._allocator.num_available < count:
@@ -224,13 +279,7 @@ class MambaRadixCache:
         if missing > self.num_evictable_states:
             return False
         for node in islice(self._policy.states(self._recency), max(missing, 0)):
-            if node.children or node.kv_locks:
-                self._tell_eviction(node)
-                self._tree.drop_state(node)
-                node.lost_state = True
-                self._counters.evicted_states += 1
-            else:
-                self._remove_branch(node)
+            self._evict(node, is_leaf=False)
         return True
 
     def mark_spare(self, node: Node, most: int) -> None:
@@ -302,6 +351,16 @@ class MambaRadixCache:
     def summary(self) -> dict[str, object]:
         """Return policy, statistics and sizes, ready for JSON."""
         return {"policy": self.policy, **summarize(self._tree, self.stats)}
+
+    def _evict(self, node: Node, is_leaf: bool) -> None:
+        """Evict an unlocked leaf, or the state of a node, which is removed if it is such a leaf."""
+        if not is_leaf and (node.children or node.kv_locks):
+            self._tell_eviction(node)
+            self._tree.drop_state(node)
+            node.lost_state = True
+            self._counters.evicted_states += 1
+        else:
+            self._remove_branch(node)
 
     def _remove_branch(self, node: Node) -> None:
         """Evict a leaf and the tombstones above it that only lead to it."""

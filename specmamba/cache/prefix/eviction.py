@@ -97,6 +97,10 @@ class EvictionPolicy(Protocol):
         """Iterate over nodes with an unlocked state until there are none."""
         ...
 
+    def takes_leaf(self, leaf: Node, node: Node) -> bool:
+        """Whether a leaf is evicted before the state of a node, where either makes room."""
+        ...
+
 
 class LruPolicy:
     """Evict the least recently used first."""
@@ -108,6 +112,9 @@ class LruPolicy:
     def states(self, recency: Recency) -> Iterator[Node]:
         while recency.states:
             yield next(iter(recency.states))
+
+    def takes_leaf(self, leaf: Node, node: Node) -> bool:
+        return leaf.last_access < node.state_access
 
 
 class FlopsPolicy:
@@ -142,6 +149,39 @@ class FlopsPolicy:
             nodes = list(islice(recency.states, MAX_CANDIDATES))
             values = [self._costs.efficiency(node, not (node.children or node.kv_locks)) for node in nodes]
             yield from [nodes[i] for i in _order(values, [node.state_access for node in nodes])]
+
+    def takes_leaf(self, leaf: Node, node: Node) -> bool:
+        frees_kv = not (node.children or node.kv_locks)
+        values = self._costs.efficiency(leaf, frees_kv=True), self._costs.efficiency(node, frees_kv)
+        return _order(values, (leaf.last_access, node.state_access))[0] == 0
+
+
+class Victims:
+    """Leaves and states in one order of eviction, for pools that take memory from each other.
+
+    As with a policy the caller evicts each one before it asks for the next.
+    """
+
+    def __init__(self, policy: EvictionPolicy, recency: Recency) -> None:
+        self._policy, self._recency = policy, recency
+        self._leaves, self._states = policy.leaves(recency), policy.states(recency)
+        self._leaf: Node | None = None  # the next ones
+        self._node: Node | None = None
+
+    def next(self, only_leaves: bool) -> tuple[Node, bool] | None:
+        """Return a node and whether it is evicted as a leaf, else its state alone; None: nothing is left."""
+        while (self._leaf is None or not self._is_leaf(self._leaf)) and self._recency.nodes:
+            self._leaf = next(self._leaves)
+        while (self._node is None or self._node not in self._recency.states) and self._recency.states:
+            self._node = next(self._states)
+        leaf = self._leaf if self._leaf is not None and self._is_leaf(self._leaf) else None
+        node = self._node if self._node in self._recency.states and not only_leaves else None
+        if leaf is not None and (node is None or self._policy.takes_leaf(leaf, node)):
+            return leaf, True
+        return None if node is None else (node, False)
+
+    def _is_leaf(self, node: Node) -> bool:
+        return node in self._recency.nodes and not node.children
 
 
 def make_policy(name: PolicyName, costs: Costs) -> EvictionPolicy:

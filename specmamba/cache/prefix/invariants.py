@@ -98,6 +98,7 @@ def _check_states(tree: RadixTree, nodes: list[Node]) -> None:
     _same("the list of spare states", tree.spare, [node for node in with_state if node.is_spare])
     for slot, node in tree.state_nodes.items():
         tree.states.check(slot, PREFIX_CACHE, node.end)
+        _require(1 <= slot <= tree.states.num_slots, node, "has a state in the slot", slot, "behind the last one")
 
 
 def _check_pages(tree: RadixTree, nodes: list[Node], row_pages: dict[int, int] | None) -> None:
@@ -115,6 +116,8 @@ def _check_pages(tree: RadixTree, nodes: list[Node], row_pages: dict[int, int] |
         for what, found, known in counts:
             fits = found == known if is_exact else found >= known
             _require(fits, "page", page, "has", found, what, "and", known, "are known")
+    behind = sum(allocator.holders(page) for page in range(allocator.num_pages + 1, allocator.most_pages + 1))
+    _require(not behind, behind, "holders of pages behind the last one")
     if is_exact:
         _require(allocator.num_free == allocator.num_pages - len(+holders), "the number of free pages is wrong")
         _require(allocator.num_pinned == len(+pins), "the number of pinned pages is wrong")

@@ -185,6 +185,23 @@ class RadixTree:
                 self.recency.add(each)
                 self.num_locked_tokens -= len(each.key)
 
+    def pages_moved(self, now: Pages) -> None:
+        """Point all nodes at pages that have moved; ``now`` [pages + 1]: by page, what it is now."""
+        size, first = self.page_size, int(np.flatnonzero(now != np.arange(len(now)))[0])
+        for node in self.nodes():
+            if len(node.pages) and node.pages[-1] >= first:
+                node.slots = now[node.slots // size] * size + node.slots % size
+                node.pages = np.sort(now[node.pages])
+
+    def state_moved(self, slot: int, now: int) -> bool:
+        """Note that a state has moved; returns whether it is one of the tree."""
+        node = self.state_nodes.pop(slot, None)
+        if node is None:
+            return False
+        node.state_slot = now
+        self.state_nodes[now] = node
+        return True
+
     def _set_idle(self, root: Root) -> None:
         if not root.children and not root.kv_locks:
             self.idle_roots.pop(root, None)

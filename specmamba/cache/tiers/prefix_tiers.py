@@ -290,7 +290,7 @@ class PrefixTiers:
         last, size, allocator = entries[-1], self._kv.page_size, self._kv.allocator
         first_page = node.end // size
         num_pages = -(-last.end // size) - first_page
-        if not self._cache.evict_states(1) or not self._cache.evict_pages(num_pages):
+        if not self._cache.make_room(num_pages, 1):
             return None
         pages = allocator.allocate(num_pages)
         assert pages is not None

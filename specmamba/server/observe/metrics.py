@@ -25,6 +25,7 @@ from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
+    from specmamba.cache.split import SplitStats
     from specmamba.cache.tiers.tier_stats import TierStats
     from specmamba.engine.scheduler import EngineStats
     from specmamba.transfer.handoff_stats import HandoffStats
@@ -78,6 +79,8 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"specmamba_{name}", text, value=value)
     preempted = "Requests that gave up their memory to older ones"
     yield CounterMetricFamily("specmamba_preemptions", preempted, value=stats.num_preemptions)
+    if stats.split is not None:
+        yield from _split_counters(stats.split)
     yield from spec_counters(stats.spec)
     if stats.sizing is not None:
         yield from _sizing_metrics(stats.sizing)
@@ -88,6 +91,17 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
         yield from _tier_metrics("prefix_disk", "disk", stats.disk)
     if stats.handoffs is not None:
         yield from _handoff_metrics(stats.handoffs)
+
+
+def _split_counters(split: SplitStats) -> Iterator[Metric]:
+    """What has moved between elastic pools; their sizes now are the gauges of all engines."""
+    counters = {
+        "pool_moves": ("Times that KV pool or state pool gave memory to the other", split.num_moves),
+        "pool_moved_tokens": ("Places of KV that were copied for it", split.moved_tokens),
+        "pool_moved_states": ("Recurrent states that were copied for it", split.moved_states),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"specmamba_{name}", text, value=value)
 
 
 def _handoff_metrics(handoffs: HandoffStats) -> Iterator[Metric]:

@@ -48,6 +48,7 @@ def stats_event(sample: EngineSample, metrics: ServerMetrics, now: float) -> dic
             "states": _pool(stats.state_used_slots, stats.state_cached_slots, stats.state_total_slots),
             "records": _pool(sample.num_pending, 0, sample.num_records),
         },
+        "split": None if stats.split is None else asdict(stats.split),
         "spec": _spec(stats.spec),
         "sizing": None if stats.sizing is None else asdict(stats.sizing),
         "cache": asdict(stats.prefix_cache),
@@ -70,6 +71,7 @@ def tenant_stats_event(stats: TenantStats, now: float) -> dict[str, Any]:
         "waiting": stats.num_waiting,
         "preemptions": 0,
         "pools": {name: _pool(0, 0, 0) for name in ("kv", "states", "records")},
+        "split": None,
         "spec": _spec(stats.spec),
         "sizing": None,  # it depends on the requests of all
         "cache": dict.fromkeys(_SIZES, 0) | hits,

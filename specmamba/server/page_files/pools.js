@@ -23,6 +23,7 @@ export function Pools({ stats }) {
   return html`<section class="card" aria-labelledby="pools-title">
     <h2 id="pools-title">Pools <small>${stats ? `${number(stats.preemptions)} preemptions` : ""}</small></h2>
     ${pools.map(([key, name, unit]) => html`<${Bar} key=${key} name=${name} unit=${unit} pool=${stats.pools[key]} />`)}
+    ${stats?.split && html`<p class="muted">KV and states share memory: the line between them has moved ${number(stats.split.num_moves)} times</p>`}
     ${!stats && html`<p class="empty">No figures yet.</p>`}
     <ul class="legend">
       <li><i class="swatch used"></i> needed by requests</li>

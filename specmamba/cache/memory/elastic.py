@@ -1,0 +1,95 @@
+"""Elastic pools: how far each of the two may grow, and where they have to stay as they are."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from specmamba.cache.memory.demand import Demand, largest_fitting
+from specmamba.cache.shapes import CacheShape
+from specmamba.config import EngineConfig
+from specmamba.processes.unused_memory import HUGE_PAGE, SYSTEM_PAGE
+
+FEWEST_SLOTS = 1  # of the state pool where KV has all other memory: a request that runs alone
+HUGE_FROM = 32  # the system's huge pages are used where the pools' ends lose at most one part in so many to them
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBounds:
+    """What KV and states share. The padding page and the padding slot are not in it."""
+
+    pool_bytes: int  # that pages and slots may take together
+    page_bytes: int
+    slot_bytes: int
+    most_pages: int  # the pool is made for so many, and takes memory for those that it has
+    most_state_slots: int
+    uses_huge_pages: bool
+
+    def fits(self, num_pages: int, num_slots: int) -> bool:
+        """Whether there can be so many pages and slots at the same time."""
+        num_bytes = num_pages * self.page_bytes + num_slots * self.slot_bytes
+        return num_pages <= self.most_pages and num_slots <= self.most_state_slots and num_bytes <= self.pool_bytes
+
+
+def why_fixed(config: EngineConfig, shape: CacheShape, device_type: str) -> str | None:
+    """Return why the pools keep their sizes, for the start-up report; None: they are elastic."""
+    given = [name for name in ("max_total_tokens", "max_mamba_cache_size") if getattr(config, name) is not None]
+    if config.elastic_pools == "off":
+        return "--elastic-pools off"
+    if not shape.kv_bytes_per_token or not shape.state_bytes_per_slot:
+        return "the model has only one of keys and values and recurrent states"
+    if given:
+        return f"--{given[0].replace('_', '-')} sets a size"
+    if device_type != "cpu" or sys.platform != "linux":
+        return "only Linux gives back a part of a pool, and only on a CPU"
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY or _is_strict():
+        return "address space is limited on this system"
+    return None
+
+
+def _is_strict() -> bool:
+    """Whether the system counts memory that is reserved and not used."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
+
+
+def reserve_tables(demand: Demand, budget_bytes: int) -> Demand:
+    """Return a demand whose tables and pools' ends have room for the most pages that KV can grow to."""
+    shares = [(demand.with_ends(page), page) for page in (HUGE_PAGE, SYSTEM_PAGE)]
+    with_ends = next((each for each, page in shares if page == SYSTEM_PAGE or _is_small(each, budget_bytes)), demand)
+    fewest = with_ends.fewest_pages
+
+    def fits(num_pages: int) -> bool:
+        return with_ends.total_bytes(num_pages, FEWEST_SLOTS) <= budget_bytes
+
+    most = largest_fitting(range(fewest, max(fewest, demand.most_pages) + 1), fits) or fewest
+    reserved = with_ends.for_pages(most)
+    return reserved if reserved.fewest_bytes <= budget_bytes else demand
+
+
+def _is_small(demand: Demand, budget_bytes: int) -> bool:
+    return demand.end_bytes * HUGE_FROM <= budget_bytes - demand.fewest_bytes
+
+
+def bounds_of(demand: Demand, budget_bytes: int, num_pages: int, num_slots: int) -> SplitBounds | None:
+    """Return the bounds of pools that start with these sizes; None: there is memory for all KV that is useful.
+
+    Args:
+        demand: of ``reserve_tables``.
+        budget_bytes: limit of weights and pools together.
+        num_pages, num_slots: at the start.
+    """
+    if not demand.table_pages or num_pages >= demand.most_pages:
+        return None
+    page_bytes, slot_bytes = demand.kv_bytes(1) - demand.kv_bytes(0), demand.shape.state_bytes_per_slot
+    of_both = num_pages * page_bytes + num_slots * slot_bytes
+    pool_bytes = budget_bytes - demand.total_bytes(num_pages, num_slots) + of_both
+    most_pages = min(demand.table_pages, (pool_bytes - FEWEST_SLOTS * slot_bytes) // page_bytes)
+    useful = demand.most_state_slots(most_pages)
+    most_slots = min(useful, (pool_bytes - demand.fewest_pages * page_bytes) // slot_bytes)
+    most = max(num_pages, most_pages), max(num_slots, most_slots)
+    return SplitBounds(pool_bytes, page_bytes, slot_bytes, *most, demand.end_page == HUGE_PAGE)

@@ -1,0 +1,295 @@
+"""Elastic pools: what makes room, what moves, which memory goes back, and texts that do not depend on any of it."""
+
+from __future__ import annotations
+
+import random
+import resource
+from typing import Any
+
+import pytest
+
+from specmamba import LLM, SamplingParams
+from specmamba.cache.kv_pool import PageAllocator
+from specmamba.cache.memory import plan_memory
+from specmamba.cache.memory.elastic import why_fixed
+from specmamba.cache.state_pool import StateOwnershipError
+from specmamba.config import EngineConfig
+from specmamba.core import RequestOutput
+from specmamba.processes.unused_memory import HUGE_PAGE, SYSTEM_PAGE
+from tests.cache.test_unused_memory import whole_pages
+from tests.drafts import DRAFTS
+from tests.elastic import LARGE_STATES, SHAPE, Memory, Text, elastic_pools
+
+Tokens = tuple[int, ...]
+TOTAL = 9000  # tokens whose KV would take all memory
+# a state takes as much as the keys and values of 144 tokens
+STATE = LARGE_STATES.state_bytes_per_slot // LARGE_STATES.kv_bytes_per_token
+SHARES = (0.1, 0.4, 0.55, 0.85)  # of states, in fixed pools
+CHUNK, OUTPUT, QUESTION, LONGEST = 512, 8, 48, 1200
+A, B, C = (1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12), (13, 14, 15, 16, 17, 18)
+
+
+def small(num_pages: int = 16, num_slots: int = 4) -> Memory:
+    """Pages of one token and 16 bytes, slots of 64 bytes."""
+    return Memory.made(1, "lru", num_pages, num_slots, context=20)
+
+
+class TestWhatMoves:
+    def test_a_checkpoint_that_moves_is_known_to_request_and_buffers(self) -> None:
+        memory = small()
+        pools = memory.pools
+        requests = [memory.start(f"r{i}", text) for i, text in enumerate((A, B, C))]
+        last = requests[-1]
+        assert last.slot == 3
+        pools.state_buffers.begin(last.held_row, 3, last.request_id, last.num_run)
+        for request in requests[:2]:
+            memory.end(request, leaves=False)
+        assert memory.manager.cache.make_room(16, 0)  # 15 are held or free, and there is one more for them
+        assert (last.slot, pools.states.num_slots) == (1, 2)
+        assert pools.state_buffers.place([last.held_row], 1).state_slots == (1,)
+        memory.check_request(last)
+
+    def test_pages_that_a_request_borrows_move_while_it_is_admitted(self) -> None:
+        """Room for its state comes from the pages behind the cached prefix that it goes on from."""
+        memory = small(num_pages=16, num_slots=3)
+        low = memory.start("low", (20, 21, 22, 23, 24, 25, 26, 27))
+        memory.end(memory.start("cached", (*A, 1)))
+        memory.end(low, leaves=False)
+        slots = memory.manager.cache.match(memory.request("x", (*A, 1)).key()).slots
+        assert slots.tolist() == [*range(9, 15)]
+        others = [memory.start(f"o{i}", (30 + i,)) for i in range(2)]
+        follower = memory.request("follower", (*A, 2, 3))
+        assert memory.manager.acquire(follower, 8, 0)
+        assert follower.num_run == 6
+        assert memory.pools.split is not None
+        assert memory.pools.split.stats.moved_tokens > 0
+        assert memory.pools.table.slots_of_positions(follower.held_row, 0, 6).tolist() != slots.tolist()
+        for request in (follower, *others):
+            memory.check_request(request)
+
+    def test_a_state_that_is_being_written_never_moves(self) -> None:
+        memory = small()
+        states = memory.pools.states
+        requests = [memory.start(f"r{i}", (i,)) for i in range(2)]
+        memory.end(requests[0], leaves=False)
+        states.begin_write(2, "r1")
+        with pytest.raises(StateOwnershipError, match="slot 2 cannot move: it is being written"):
+            states.shrink(3)
+        assert (states.num_slots, states.num_free) == (4, 3)
+
+    def test_only_free_pages_and_slots_can_go(self) -> None:
+        allocator = PageAllocator(4, 6)
+        assert allocator.allocate(3) is not None
+        with pytest.raises(ValueError, match="2 pages cannot go: 1 of 4 are free"):
+            allocator.shrink(2)
+        with pytest.raises(ValueError, match="3 more pages than 4 are more than 6"):
+            allocator.extend(3)
+        states = small().pools.states
+        with pytest.raises(ValueError, match="5 slots cannot go: 4 of 4 are free"):
+            states.shrink(5)
+        with pytest.raises(ValueError, match="more slots than 4 are more than"):
+            states.extend(100)
+
+
+class TestWhatMakesRoom:
+    def test_free_memory_of_the_other_pool_comes_first(self) -> None:
+        memory = small()
+        memory.end(memory.start("a", A))
+        before = memory.manager.cache.stats
+        assert memory.manager.cache.make_room(0, 5)
+        assert memory.manager.cache.make_room(20, 0)
+        assert memory.manager.cache.stats == before
+
+    @pytest.mark.parametrize("is_state_older", [False, True])
+    def test_what_was_used_longest_ago_goes_whatever_it_is(self, is_state_older: bool) -> None:
+        """A prefix with a state in its middle, and another one; either the middle or the other one is the oldest."""
+        memory = small(num_pages=12, num_slots=3)
+        cache = memory.manager.cache
+
+        def leave_two_states() -> None:
+            request = memory.request("long", A)
+            assert memory.manager.acquire(request, 6, 0)
+            memory.write(request, 2)
+            memory.manager.leave_chunk(request, None)
+            memory.write(request, 5)
+            memory.end(request)
+
+        def leave_another() -> None:
+            memory.end(memory.start("other", B))
+
+        for leave in (leave_two_states, leave_another) if is_state_older else (leave_another, leave_two_states):
+            leave()
+        assert (cache.stats.num_states, cache.stats.num_tokens) == (3, 10)
+        room = memory.pools.kv.allocator.num_free + 2  # more than is free in both pools
+        assert cache.make_room(room, 0)
+        assert cache.peek(memory.request("b", B).key())[0] == (5 if is_state_older else 0)
+        assert cache.peek(memory.request("a", A).key())[0] == 5
+        assert cache.peek(memory.request("a", A[:4]).key())[0] == (0 if is_state_older else 2)
+
+    def test_a_request_may_take_all_memory_but_that_of_its_state(self) -> None:
+        memory = small()
+        bounds = memory.pools.split.bounds if memory.pools.split is not None else None
+        assert bounds is not None
+        cache = memory.manager.cache
+        assert bounds.most_pages == (16 * 16 + 4 * 64 - 64) // 16 == 28
+        assert cache.can_have(28, 1)
+        assert not cache.can_have(29, 1)
+        assert not cache.can_have(28, 2)
+        assert cache.num_available_states == (16 * 16 + 4 * 64) // 64
+
+
+def test_memory_behind_the_ends_goes_back() -> None:
+    """Of 2 MiB that KV has filled, states get the larger part; its whole pages are no longer in memory."""
+    memory = Memory.made(16, "lru", 8192, 4, context=20)
+    pools, cache = memory.pools, memory.manager.cache
+    assert pools.split is not None
+    assert not pools.split.bounds.uses_huge_pages
+    for layer in (*pools.kv.k, *pools.kv.v):
+        layer.fill_(1)
+    assert cache.make_room(0, 32_750)
+    end = (pools.kv.allocator.num_pages + 1) * 16
+    assert end < 2 * 4096
+    for layer in (*pools.kv.k, *pools.kv.v):
+        assert not whole_pages(layer[end:]).any()
+        assert bool((layer[:end] == 1).all())
+    pools.states.recurrent[:, : pools.states.num_slots].fill_(1)
+    assert cache.make_room(8000, 0)
+    assert not whole_pages(pools.states.recurrent[:, pools.states.num_slots + 1 :]).any()
+    assert pools.kv.allocator.num_pages >= 8000
+
+
+class TestPlan:
+    def plan(self, budget: int, **flags: Any) -> Any:
+        config = EngineConfig(speculative_algorithm="none", disable_cuda_graph=True, max_running_requests=4, **flags)
+        return plan_memory(config, SHAPE, 4096, 100, 1, 1, budget, is_elastic=True)
+
+    @pytest.mark.parametrize("ratio", [0.1, 0.9, 5.0])
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_both_ends_of_the_line_fit_the_budget(self, ratio: float, page_size: int) -> None:
+        made = self.plan(800_000, mamba_full_memory_ratio=ratio, page_size=page_size)
+        bounds = made.elastic
+        assert made.total_bytes <= 800_000
+        assert bounds.fits(made.num_pages, made.num_state_slots)
+        assert bounds.fits(bounds.most_pages, 1)
+        assert made.num_pages < bounds.most_pages
+        assert made.num_state_slots < bounds.most_state_slots
+        at_most = made.total_bytes - made.kv_bytes - made.state_bytes + bounds.pool_bytes
+        assert at_most + bounds.page_bytes + bounds.slot_bytes <= 800_000  # with the padding page and slot
+        assert made.end_bytes >= SYSTEM_PAGE * 5
+
+    def test_what_starts_with_all_that_is_useful_is_not_elastic(self) -> None:
+        made = self.plan(1 << 30)
+        assert (made.elastic, made.end_bytes) == (None, 0)
+
+    def test_huge_pages_only_where_their_ends_are_small(self) -> None:
+        assert not self.plan(800_000).elastic.uses_huge_pages
+        config = EngineConfig(speculative_algorithm="none", disable_cuda_graph=True, max_running_requests=64)
+        made = plan_memory(config, SHAPE, 1 << 20, 100, 1, 1, 1 << 30, is_elastic=True)
+        assert made.elastic is not None
+        assert made.elastic.uses_huge_pages
+        assert made.end_bytes == 5 * HUGE_PAGE
+
+    def test_where_pools_keep_their_sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert why_fixed(EngineConfig(), SHAPE, "cpu") is None
+        assert why_fixed(EngineConfig(elastic_pools="off"), SHAPE, "cpu") == "--elastic-pools off"
+        for name in ("max_mamba_cache_size", "max_total_tokens"):
+            reason = why_fixed(EngineConfig.model_validate({name: 100}), SHAPE, "cpu")
+            assert reason == f"--{name.replace('_', '-')} sets a size"
+        assert "only on a CPU" in str(why_fixed(EngineConfig(), SHAPE, "cuda"))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, 1 << 40))
+        assert "address space is limited" in str(why_fixed(EngineConfig(), SHAPE, "cpu"))
+
+
+@pytest.mark.parametrize("drafts", sorted(DRAFTS))
+def test_texts_are_those_of_fixed_pools(drafts: str, prompts: list[Tokens]) -> None:
+    """Cold, hit and preempted, under so much pressure that both kinds of memory move all the time."""
+    long = [prompt[:90] for prompt in prompts if len(prompt) > 90][:3]
+    short = [prompt[:12] for prompt in prompts[:6]]
+    flags: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 160, "max_running_requests": 6}
+    flags |= {"speculative_adaptive": "off", "chunked_prefill_size": 32, **DRAFTS[drafts]}
+
+    def run(llm: LLM) -> list[RequestOutput]:
+        def greedy(num_tokens: int) -> SamplingParams:
+            return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+        waves = (short, 130), (long, 8), (long, 8), (short[:3], 40), (long + short[3:], 12), *[(long[:1], 4)] * 2
+        return [output for wave, tokens in waves for output in llm.generate(wave, greedy(tokens))]
+
+    with LLM(**flags) as llm:
+        expected = run(llm)
+        assert llm.engine.stats().split is None
+    with elastic_pools(num_tokens=180, num_slots=5), LLM(**flags) as llm:
+        outputs = run(llm)
+        stats, manager, pools = llm.engine.stats(), llm.engine.cache_manager, llm.engine.pools
+        manager.cache.check(pools.table.held_pages())
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert stats.num_preemptions > 0
+    assert any(output.num_cached_tokens > 10 for output in outputs)
+    assert stats.split is not None
+    assert stats.split.num_moves > 2
+    assert stats.split.moved_tokens > 0
+    assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
+
+
+# --- a load that swings
+
+
+def answer(memory: Memory, number: int, prompt: Text, output: Text) -> int:
+    """Run a request from its beginning to its end; returns the tokens that it found cached."""
+    manager, states = memory.manager, memory.pools.states
+    request = memory.request(f"r{number}", prompt)
+    assert manager.acquire(request, len(prompt) + 1, 0)
+
+    def run_to(end: int) -> None:
+        states.begin_write(request.held_slot, request.request_id)
+        states.end_write(request.held_slot, end)
+        request.num_run = end
+
+    while request.num_to_extend:
+        run_to(request.num_run + min(request.num_to_extend, CHUNK, request.num_to_chunk_end))
+        manager.leave_chunk(request, None)
+    for token in output:
+        request.output.append(token)
+        assert manager.grow(request, request.num_tokens + 1, 16)
+        run_to(request.num_tokens - 1)
+    memory.end(request)
+    return request.num_cached_tokens
+
+
+def hits(share: float, is_elastic: bool, is_even: bool) -> tuple[list[int], Memory]:
+    """Tokens that were cached, of each half: chats in random order, then questions about a few long documents.
+
+    How often each has its turn is the same for all, or follows Zipf's law.
+    """
+    slots = max(5, int(TOTAL * share / STATE))
+    memory = Memory.made(1, "lru", TOTAL - slots * STATE, slots, 2048, LARGE_STATES, is_elastic)
+    draw = random.Random(1)
+    numbers = iter(range(10_000))
+
+    def cut(length: int) -> Text:
+        return tuple(draw.randrange(200) for _ in range(length))
+
+    def pick(count: int) -> int:
+        return draw.randrange(count) if is_even else min(int(draw.paretovariate(1.0)) - 1, count - 1)
+
+    chats, documents, found = [cut(1) for _ in range(24)], [cut(LONGEST) for _ in range(4)], [0, 0]
+    for _ in range(240):
+        i = pick(len(chats))
+        prompt, output = (chats[i] if len(chats[i]) < LONGEST else cut(1)) + cut(QUESTION), cut(OUTPUT)
+        found[0] += answer(memory, next(numbers), prompt, output)
+        chats[i] = prompt + output
+    for _ in range(48):
+        prompt = documents[pick(len(documents))] + cut(QUESTION)
+        found[1] += answer(memory, next(numbers), prompt, cut(OUTPUT))
+    memory.manager.cache.check(memory.pools.table.held_pages())
+    return found, memory
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+def test_no_fixed_split_spares_more_in_either_half(is_even: bool) -> None:
+    fixed = [hits(share, False, is_even)[0] for share in SHARES]
+    (short, long), memory = hits(0.45, True, is_even)
+    assert short >= max(each[0] for each in fixed) > 1.3 * min(each[0] for each in fixed)
+    assert long >= max(each[1] for each in fixed) > 1.3 * min(each[1] for each in fixed)
+    assert memory.pools.split is not None
+    assert memory.pools.split.stats.num_moves > 10
