@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba import LLM
 from specmamba.cuda_graphs import EagerReplay, NextPart
+from specmamba.engine.engine import Engine
 from specmamba.verify.result import StepOutput
 
 
@@ -106,9 +106,9 @@ def random_delays(seed: int, longest: float = 0.004) -> Callable[[], float]:
 
 
 @contextmanager
-def deferred(llm: LLM, delay: Callable[[], float]) -> Iterator[DeferredReplay]:
+def deferred(engine: Engine, delay: Callable[[], float]) -> Iterator[DeferredReplay]:
     """Let an engine whose steps are captured launch them, and read them later."""
-    graphs = llm.engine.runner.graph_runner
+    graphs = engine.runner.graph_runner
     assert graphs is not None
     before, graphs.replay = graphs.replay, DeferredReplay(delay)
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import NO_PAGES, KVPool, Pages
+from specmamba.cache.pair_writes import PairWrites
 from specmamba.cache.prefix.node import TokenSlots
 from specmamba.core import PrefillChunk
 
@@ -56,6 +57,7 @@ class RequestTable:
         self._is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
         self._on_device = on_host.to(device, copy=True) if self._is_mirrored else on_host
         self._changes: list[tuple[int, int, int]] = []  # row, start, end of changes to upload
+        self._writes = PairWrites(device)
         self._kv_pool = kv_pool
         self._holdings: dict[int, _Holding] = {}
         self._free_rows = sorted(range(1, num_rows + 1), reverse=True)
@@ -70,12 +72,14 @@ class RequestTable:
         """Upload pending table changes to the device, in one copy; captured steps need it before they run."""
         if not self._changes:
             return
-        places = [row * self.max_positions + np.arange(start, end) for row, start, end in self._changes]
-        values = [self._host[row, start:end] for row, start, end in self._changes]
-        changed = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
-        if self._on_device.is_cuda:
-            changed = changed.pin_memory()
-        index, slots = changed.to(self._on_device.device, non_blocking=True)
+        numbers = self._writes.begin(sum([end - start for _, start, end in self._changes]))
+        first = 0
+        for row, start, end in self._changes:
+            last, offset = first + end - start, row * self.max_positions
+            numbers[0, first:last] = np.arange(offset + start, offset + end)
+            numbers[1, first:last] = self._host[row, start:end]
+            first = last
+        index, slots = self._writes.send()
         self._on_device.view(-1).index_copy_(0, index, slots)
         self._changes.clear()
 
