@@ -109,7 +109,8 @@ class RequestTable:
 
     def has_pages(self, row: int, num_positions: int) -> bool:
         """Whether a row that is in use needs no more pages for so many tokens."""
-        return self._holdings[row].end_page * self._kv_pool.page_size >= num_positions
+        held = self._holdings[row]
+        return (held.first_page + len(held.pages)) * self._kv_pool.page_size >= num_positions
 
     def borrow(self, row: int, slots: TokenSlots) -> None:
         """Point a new row's first positions at slots of the prefix cache, which the caller has locked."""

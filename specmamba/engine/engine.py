@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 
@@ -363,8 +364,8 @@ class Engine:
         """
         deltas, self._untold = self._untold, []
         news = self._receive()
-        self._observe_rest(news)
-        is_behind = bool(deltas or news)
+        if is_behind := bool(deltas or news):
+            self._observe_rest(news)
         self._make_room()  # before new requests take memory that running ones need
         deltas += [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
         deltas += self._admit()
@@ -389,8 +390,9 @@ class Engine:
     def _launch(self, is_idle: bool) -> list[OutputDelta]:
         """Launch a verify of the requests that are ready; returns the last deltas of those whose grammars fail."""
         ready = self._ready(is_idle)
-        deltas = [self._fail(request) for request in ready if request.grammar_error is not None]
-        batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
+        failed = [request for request in ready if request.grammar_error is not None]
+        deltas = [self._fail(request) for request in failed]
+        batch = sorted([r for r in ready if r not in failed] if failed else ready, key=attrgetter("row"))
         self._in_flight = self.runner.launch(batch) if batch else None
         self._told_errors(batch)
         return deltas

@@ -192,7 +192,7 @@ class Request:
     @property
     def root_position(self) -> int:
         """Position of the newest decided token; all tokens before it have been run once the request verifies."""
-        return self.num_tokens - 1
+        return len(self.prompt) + len(self.output) - 1
 
     @property
     def root_token(self) -> int:

@@ -173,7 +173,8 @@ class Runner:
     def finish(self, step: StepInFlight) -> list[StepResult]:
         """Wait for a step, and count on the host what it has decided; returns the result of each request."""
         requests, rows, output, sizer = step.requests, step.rows, step.output, self.sizer
-        results = output.results(step.read.wait(), [request.params.logprobs for request in requests])
+        listed = () if output.logprobs is None else [request.params.logprobs for request in requests]
+        results = output.results(step.read.wait(), listed)
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
         self.pools.advance(num_accepted)

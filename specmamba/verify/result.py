@@ -112,7 +112,8 @@ class StepOutput:
 
         Args:
             columns: as nested lists.
-            num_logprobs: likeliest tokens beside each token of each request; None: the request gets no entries.
+            num_logprobs: likeliest tokens beside each token of each request; None: the request gets no entries. Not
+                looked at where there are no log probabilities.
         """
         packed, *of_logprobs = columns
         results = []

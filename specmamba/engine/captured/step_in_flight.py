@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specmamba.cuda_graphs import HostRead
 from specmamba.engine.request import Request
 from specmamba.verify.result import StepOutput
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
+class StepInFlight(NamedTuple):
     """What the host needs to end a step that the device may still be working on."""
 
     requests: Sequence[Request]  # in order of their rows
