@@ -60,6 +60,7 @@ class RequestTable:
         self._writes = PairWrites(device)
         self._kv_pool = kv_pool
         self._holdings: dict[int, _Holding] = {}
+        self.num_held = [0] * (num_rows + 1)  # positions that each row has pages for
         self._free_rows = sorted(range(1, num_rows + 1), reverse=True)
 
     @property
@@ -92,7 +93,7 @@ class RequestTable:
         if not self._free_rows:
             return None
         row = self._free_rows.pop()
-        self._holdings[row] = _Holding(0, 0, NO_PAGES)
+        self._hold(row, _Holding(0, 0, NO_PAGES))
         return row
 
     def num_missing_pages(self, row: int | None, num_positions: int, num_borrowed: int = 0) -> int:
@@ -107,14 +108,9 @@ class RequestTable:
         end = num_borrowed // size if row is None else self._holdings[row].end_page
         return max(0, -(-num_positions // size) - end)
 
-    def has_pages(self, row: int, num_positions: int) -> bool:
-        """Whether a row that is in use needs no more pages for so many tokens."""
-        held = self._holdings[row]
-        return (held.first_page + len(held.pages)) * self._kv_pool.page_size >= num_positions
-
     def borrow(self, row: int, slots: TokenSlots) -> None:
         """Point a new row's first positions at slots of the prefix cache, which the caller has locked."""
-        self._holdings[row] = _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES)
+        self._hold(row, _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES))
         self._put(row, 0, slots)
 
     def ensure(self, row: int, num_positions: int) -> bool:
@@ -131,7 +127,7 @@ class RequestTable:
         if len(new_pages):
             held = self._holdings[row]
             self._point_at(row, new_pages, held)
-            self._holdings[row] = replace(held, pages=np.concatenate([held.pages, new_pages]))
+            self._hold(row, replace(held, pages=np.concatenate([held.pages, new_pages])))
         return True
 
     def slots_of_positions(self, row: int, start: int, end: int) -> TokenSlots:
@@ -148,7 +144,7 @@ class RequestTable:
             self._put(row, start, slots)
         num_given = min(max(0, end // self._kv_pool.page_size - held.first_page), len(held.pages))
         self._kv_pool.allocator.release(held.pages[:num_given], pinned=True)
-        self._holdings[row] = _Holding(end, held.first_page + num_given, held.pages[num_given:])
+        self._hold(row, _Holding(end, held.first_page + num_given, held.pages[num_given:]))
 
     def release(self, row: int) -> None:
         """Free a row and release its pages."""
@@ -176,6 +172,10 @@ class RequestTable:
             return self.slots_at(chunk.row_index, chunk.positions)
         slots = self.slots_at(chunk.row_index, chunk.positions.clamp(max=self.max_positions - 1))
         return slots * chunk.is_token
+
+    def _hold(self, row: int, holding: _Holding) -> None:
+        self._holdings[row] = holding
+        self.num_held[row] = holding.end_page * self._kv_pool.page_size
 
     def _point_at(self, row: int, pages: Pages, held: _Holding) -> None:
         """Point the positions after a row's pages at new pages; borrowed positions do not change."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_ids: Collection[int], max_tokens: int
+        self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_ids: AbstractSet[int], max_tokens: int
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -86,6 +87,9 @@ class TextStream:
         """Do ``decide`` where no text ends the output."""
         left = self._max_tokens - self._num_tokens
         count = len(tokens)
+        if count < left and self._stop_ids.isdisjoint(tokens):
+            self._num_tokens += count
+            return count, None, None
         reason: FinishReason | None = None
         for i, token in enumerate(tokens[:left]):
             if token in self._stop_ids:
