@@ -130,6 +130,7 @@ class Engine:
         self._in_flight: StepInFlight | None = None  # launched, and not read yet
         self._finished = 0.0  # time at which the newest step was read
         self._untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
+        self._error: Exception | None = None  # of a launch behind such a step: nothing goes on
         self._reporter = Reporter(AcceptanceWatch(self.draft_plan.algorithm))
         self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
         return_freed_memory()  # what loading has used
@@ -362,10 +363,36 @@ class Engine:
         Returns:
             A delta for every request that got tokens or ended.
         """
+        if self._error is not None:
+            raise self._error
         deltas, self._untold = self._untold, []
-        news = self._receive()
+        news, is_read_here = self._receive(), False
         if is_behind := bool(deltas or news):
             self._observe_rest(news)
+        try:
+            is_read_here = self._go_on(deltas, is_behind)
+        except Exception as error:
+            if not is_behind:
+                raise
+            self._error = error  # raised by the next call, behind what is known already
+        if is_read_here:
+            news = self._receive()
+        deltas += self._tell(news)
+        if is_read_here:
+            self._observe_rest(news)
+        return deltas
+
+    def _go_on(self, deltas: list[OutputDelta], is_behind: bool) -> bool:
+        """Choose what runs now, run a chunk, and launch a verify.
+
+        Args:
+            deltas: gets the last deltas of requests that end here.
+            is_behind: there is something to tell: a verify that is to be read at once is left to the next call, so that
+                a request gets one delta at a time.
+
+        Returns:
+            Whether a verify was launched that is to be read at once.
+        """
         self._make_room()  # before new requests take memory that running ones need
         deltas += [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
         deltas += self._admit()
@@ -379,13 +406,9 @@ class Engine:
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         overlaps = self.runner.overlaps(self.scheduler.verifying)
-        if overlaps or not is_behind:  # else the next call goes on: a request gets one delta at a time
+        if overlaps or not is_behind:
             deltas += self._launch(is_idle=not runs)
-            news = news if overlaps else self._receive()
-        deltas += self._tell(news)
-        if not (overlaps or is_behind):
-            self._observe_rest(news)
-        return deltas
+        return not (overlaps or is_behind)
 
     def _launch(self, is_idle: bool) -> list[OutputDelta]:
         """Launch a verify of the requests that are ready; returns the last deltas of those whose grammars fail."""

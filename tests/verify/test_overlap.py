@@ -253,6 +253,23 @@ def test_an_error_of_the_device_is_raised_by_the_call_that_reads_it(monkeypatch:
         assert engine.stats().num_running == 0
 
 
+def test_an_error_of_a_launch_is_raised_behind_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(mtp=0, max_running_requests=2, cuda_graph_max_bs=2)
+    with deferred(engine, lambda: 0.002):
+        run(engine, [("a", [5, 6], LONG)])
+        engine.add_request("b", [5, 6], LONG)
+        while engine._in_flight is None:
+            engine.step()
+        monkeypatch.setattr(engine.runner, "launch", lambda _: 1 / 0)
+        [delta] = engine.step()
+        assert delta.request_id == "b"
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        engine.close()
+        assert engine.stats().num_running == 0
+
+
 def test_text_that_cannot_be_decoded_ends_its_request_alone(
     engine: Engine, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
