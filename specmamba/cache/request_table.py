@@ -200,6 +200,7 @@ class TokenCounts:
         self._device = device
         self._tensors: tuple[Tensor, Tensor] | None = None
         self._rows: set[int] = set()
+        self._writes = PairWrites(device)
 
     def begin(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Start counting for a row whose request has penalties: its prompt, and its output so far."""
@@ -215,11 +216,26 @@ class TokenCounts:
             counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             return counts, torch.zeros(self._size, dtype=torch.bool, device=self._device)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any row is counted."""
+        return bool(self._rows)
+
     def add(self, row: int, tokens: Sequence[int]) -> None:
         """Count new output tokens; nothing happens for a row that ``begin`` was not called for."""
-        if row in self._rows and tokens and self._tensors is not None:
-            ids = torch.tensor(tokens, device=self._device)
-            self._tensors[0][row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.add_all([row], [tokens])
+
+    def add_all(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Do ``add`` for several rows, in one copy to the device."""
+        size = self._size[1]
+        places = [
+            row * size + token for row, ids in zip(rows, tokens, strict=True) if row in self._rows for token in ids
+        ]
+        if places and self._tensors is not None:
+            numbers = self._writes.begin(len(places))
+            numbers[0], numbers[1] = places, 1
+            index, ones = self._writes.send()
+            self._tensors[0].view(-1).index_add_(0, index, ones.to(torch.int32))
 
     def end(self, row: int) -> None:
         """Stop counting for a row; unknown rows are ignored.

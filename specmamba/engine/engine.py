@@ -428,6 +428,9 @@ class Engine:
         results = self.runner.finish(step)
         self._finished = time.perf_counter()
         news = [self._advance(request, result) for request, result in zip(step.requests, results, strict=True)]
+        if self.pools.counts.is_used:
+            told = [each for each in news if isinstance(each, StepNews)]
+            self.pools.counts.add_all([each.request.held_row for each in told], [each.tokens for each in told])
         ended = [request for request, each in zip(step.requests, news, strict=True) if has_ended(each)]
         if ended:
             self._end(ended)
@@ -630,10 +633,8 @@ class Engine:
             return self._fail(request, str(error))
         if request.follower is not None and reason is None:
             request.follower.advance(result.tokens)
-        tokens = result.tokens[:count]
-        request.output.extend(tokens)
+        request.output.extend(result.tokens[:count])
         previous, request.num_run = request.num_run, request.root_position
-        self.pools.counts.add(request.held_row, tokens)
         for position in self.cache_manager.tracked_positions(request, previous):
             if self.cache_manager.make_slot():
                 self.cache_manager.leave_at(request, position, self._features(request, position))

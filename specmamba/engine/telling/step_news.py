@@ -22,6 +22,11 @@ class StepNews(NamedTuple):
     reason: FinishReason | None  # why the request ends here
     is_first: bool  # its first delta
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """New tokens of the output."""
+        return self.result.tokens[: self.num_tokens]
+
 
 News = StepNews | OutputDelta  # the last delta of a request that could not go on
 
@@ -65,7 +70,7 @@ class Reporter:
                 deltas.append(each)
                 continue
             request, result, count, reason = each.request, each.result, each.num_tokens, each.reason
-            tokens, text = result.tokens[:count], each.text
+            tokens, text = each.tokens, each.text
             try:
                 text = request.text.decode(tokens, reason) if text is None else text
             except RequestError as error:  # the tokenizer fails
