@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ from specmamba import LLM, SamplingParams
 from specmamba.cache.pair_writes import PairWrites
 from specmamba.core import OutputDelta
 from specmamba.cuda_graphs.host_reads import PinnedReads
+from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.engine import Engine
+from specmamba.engine.request import Request
 from specmamba.errors import RequestError
 from specmamba.sampling_params import GrammarSpec
 from tests.deferred import deferred, random_delays
@@ -318,6 +320,27 @@ def test_writes_take_turns_in_two_pieces_of_memory() -> None:
         writes.begin(count)[:] = count
         sent.append(writes.send())
         assert all(bool((x == x.shape[1]).all()) for x in sent[-2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_a_launch_on_a_gpu_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the table of KV slots to the read that it begins."""
+    with new_llm("tree", device="cuda", speculative_adaptive="off") as llm:
+        expected, launch, num_launches = answer_all(llm, "greedy", 3), llm.engine.runner.launch, 0
+
+        def strict(requests: Sequence[Request]) -> StepInFlight:
+            nonlocal num_launches
+            num_launches += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(requests)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(llm.engine.runner, "launch", strict)
+        assert answer_all(llm, "greedy", 3) == expected
+        assert num_launches > 2
 
 
 @pytest.mark.gpu
