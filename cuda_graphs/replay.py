@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+
+from specmamba.cuda_graphs.host_reads import DirectRead, HostRead, PinnedReads
 
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries take their workspaces
 T = TypeVar("T")
@@ -42,6 +45,7 @@ class Replay(ABC, Generic[T]):
     """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
+    is_deferred = False  # a run may return before its result is there; until that is read, inputs must not change
     seconds = 0.0  # in replays of native calls, since the start
     num_unreplayed = 0  # runs that called the function, since the start
 
@@ -66,6 +70,10 @@ class Replay(ABC, Generic[T]):
         Returns:
             The result of the last part.
         """
+
+    def read(self, tensors: Sequence[Tensor]) -> HostRead:
+        """Begin to read tensors of the result of the newest run."""
+        return DirectRead(tensors)
 
     def close(self) -> None:
         """Give back what is not memory; nothing runs after that."""
@@ -101,9 +109,11 @@ class GraphReplay(Replay[T]):
     """
 
     has_fixed_shapes = True
+    is_deferred = True
 
     def __init__(self, device: torch.device) -> None:
         """``device``: a CUDA device."""
+        self._reads: PinnedReads | None = None  # made when the first result is read
         self._device, self._side = device, torch.cuda.Stream(device)
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any] | None] = {}  # None: it could not be captured
         self._pool: Any = None  # torch gives no type to the handle of a pool
@@ -128,6 +138,12 @@ class GraphReplay(Replay[T]):
         if then is not None:
             result = self._launch((key, then.key), partial(then.function, result))
         return result
+
+    def read(self, tensors: Sequence[Tensor]) -> HostRead:
+        if not tensors[0].is_cuda:
+            return super().read(tensors)
+        self._reads = self._reads or PinnedReads()
+        return self._reads.begin(tensors)
 
     def _add(self, key: Hashable, function: Callable[[], Any]) -> None:
         self._graphs[key] = self._try_to_capture(key, function)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import NO_PAGES, KVPool, Pages
+from specmamba.cache.pair_writes import PairWrites
 from specmamba.cache.prefix.node import TokenSlots
 from specmamba.core import PrefillChunk
 
@@ -56,8 +57,10 @@ class RequestTable:
         self._is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
         self._on_device = on_host.to(device, copy=True) if self._is_mirrored else on_host
         self._changes: list[tuple[int, int, int]] = []  # row, start, end of changes to upload
+        self._writes = PairWrites(device)
         self._kv_pool = kv_pool
         self._holdings: dict[int, _Holding] = {}
+        self.num_held = [0] * (num_rows + 1)  # positions that each row has pages for
         self._free_rows = sorted(range(1, num_rows + 1), reverse=True)
 
     @property
@@ -70,12 +73,14 @@ class RequestTable:
         """Upload pending table changes to the device, in one copy; captured steps need it before they run."""
         if not self._changes:
             return
-        places = [row * self.max_positions + np.arange(start, end) for row, start, end in self._changes]
-        values = [self._host[row, start:end] for row, start, end in self._changes]
-        changed = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
-        if self._on_device.is_cuda:
-            changed = changed.pin_memory()
-        index, slots = changed.to(self._on_device.device, non_blocking=True)
+        numbers = self._writes.begin(sum([end - start for _, start, end in self._changes]))
+        first = 0
+        for row, start, end in self._changes:
+            last, offset = first + end - start, row * self.max_positions
+            numbers[0, first:last] = np.arange(offset + start, offset + end)
+            numbers[1, first:last] = self._host[row, start:end]
+            first = last
+        index, slots = self._writes.send()
         self._on_device.view(-1).index_copy_(0, index, slots)
         self._changes.clear()
 
@@ -88,7 +93,7 @@ class RequestTable:
         if not self._free_rows:
             return None
         row = self._free_rows.pop()
-        self._holdings[row] = _Holding(0, 0, NO_PAGES)
+        self._hold(row, _Holding(0, 0, NO_PAGES))
         return row
 
     def num_missing_pages(self, row: int | None, num_positions: int, num_borrowed: int = 0) -> int:
@@ -103,13 +108,9 @@ class RequestTable:
         end = num_borrowed // size if row is None else self._holdings[row].end_page
         return max(0, -(-num_positions // size) - end)
 
-    def has_pages(self, row: int, num_positions: int) -> bool:
-        """Whether a row that is in use needs no more pages for so many tokens."""
-        return self._holdings[row].end_page * self._kv_pool.page_size >= num_positions
-
     def borrow(self, row: int, slots: TokenSlots) -> None:
         """Point a new row's first positions at slots of the prefix cache, which the caller has locked."""
-        self._holdings[row] = _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES)
+        self._hold(row, _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES))
         self._put(row, 0, slots)
 
     def ensure(self, row: int, num_positions: int) -> bool:
@@ -126,7 +127,7 @@ class RequestTable:
         if len(new_pages):
             held = self._holdings[row]
             self._point_at(row, new_pages, held)
-            self._holdings[row] = replace(held, pages=np.concatenate([held.pages, new_pages]))
+            self._hold(row, replace(held, pages=np.concatenate([held.pages, new_pages])))
         return True
 
     def slots_of_positions(self, row: int, start: int, end: int) -> TokenSlots:
@@ -143,7 +144,7 @@ class RequestTable:
             self._put(row, start, slots)
         num_given = min(max(0, end // self._kv_pool.page_size - held.first_page), len(held.pages))
         self._kv_pool.allocator.release(held.pages[:num_given], pinned=True)
-        self._holdings[row] = _Holding(end, held.first_page + num_given, held.pages[num_given:])
+        self._hold(row, _Holding(end, held.first_page + num_given, held.pages[num_given:]))
 
     def pages_moved(self, now: Pages) -> None:
         """Point all rows at pages that have moved; ``now`` [pages + 1]: by page, what it is now."""
@@ -188,6 +189,10 @@ class RequestTable:
         slots = self.slots_at(chunk.row_index, chunk.positions.clamp(max=self.max_positions - 1))
         return slots * chunk.is_token
 
+    def _hold(self, row: int, holding: _Holding) -> None:
+        self._holdings[row] = holding
+        self.num_held[row] = holding.end_page * self._kv_pool.page_size
+
     def _point_at(self, row: int, pages: Pages, held: _Holding) -> None:
         """Point the positions after a row's pages at new pages; borrowed positions do not change."""
         size = self._kv_pool.page_size
@@ -211,6 +216,7 @@ class TokenCounts:
         self._device = device
         self._tensors: tuple[Tensor, Tensor] | None = None
         self._rows: set[int] = set()
+        self._writes = PairWrites(device)
 
     def begin(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Start counting for a row whose request has penalties: its prompt, and its output so far."""
@@ -226,11 +232,26 @@ class TokenCounts:
             counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             return counts, torch.zeros(self._size, dtype=torch.bool, device=self._device)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any row is counted."""
+        return bool(self._rows)
+
     def add(self, row: int, tokens: Sequence[int]) -> None:
         """Count new output tokens; nothing happens for a row that ``begin`` was not called for."""
-        if row in self._rows and tokens and self._tensors is not None:
-            ids = torch.tensor(tokens, device=self._device)
-            self._tensors[0][row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.add_all([row], [tokens])
+
+    def add_all(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Do ``add`` for several rows, in one copy to the device."""
+        size = self._size[1]
+        places = [
+            row * size + token for row, ids in zip(rows, tokens, strict=True) if row in self._rows for token in ids
+        ]
+        if places and self._tensors is not None:
+            numbers = self._writes.begin(len(places))
+            numbers[0], numbers[1] = places, 1
+            index, ones = self._writes.send()
+            self._tensors[0].view(-1).index_add_(0, index, ones.to(torch.int32))
 
     def end(self, row: int) -> None:
         """Stop counting for a row; unknown rows are ignored.

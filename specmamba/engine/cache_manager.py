@@ -158,8 +158,8 @@ class CacheManager:
 
     def lacking(self, requests: Iterable[Request], num_lookahead_slots: int) -> list[Request]:
         """The running requests without KV for so many positions from their roots on."""
-        has_pages = self.pools.table.has_pages
-        return [r for r in requests if not has_pages(r.held_row, r.root_position + num_lookahead_slots)]
+        num_held = self.pools.table.num_held
+        return [r for r in requests if num_held[r.held_row] < r.root_position + num_lookahead_slots]
 
     def grow(self, request: Request, num_positions: int, num_ahead: int) -> bool:
         """Allocate KV for the positions of a running request, evicting where needed.

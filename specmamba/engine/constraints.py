@@ -69,8 +69,10 @@ class Constraints:
         only where the step would have nothing to do (``is_idle`` says that it has had nothing so far), so that the
         caller can call again at once.
         """
-        end = time.monotonic() + ROOT_SECONDS
         followers = [request.follower for request in requests if request.follower is not None]
+        if not followers:
+            return list(requests)
+        end = time.monotonic() + ROOT_SECONDS
         is_idle = is_idle and len(followers) == len(requests)
         self._is_shared = not is_idle or len({follower.owner for follower in followers}) > 1
         for follower in followers:

@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import ClassVar
 
 import torch
 
@@ -19,15 +20,15 @@ from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_disk_folder
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
-from specmamba.core import ANYONE, DraftView, Handoff, OutputDelta, Owner, SpecStats
+from specmamba.core import ANYONE, DraftView, Handoff, OutputDelta, Owner
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
 from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.rank_sizers import build_sizer
-from specmamba.engine.acceptance_watch import AcceptanceWatch
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
+from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text
@@ -46,6 +47,8 @@ from specmamba.engine.model_report import describe_engine
 from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
+from specmamba.engine.telling.acceptance_watch import AcceptanceWatch
+from specmamba.engine.telling.step_news import News, Reporter, StepNews, has_ended
 from specmamba.errors import ConfigError, NotEnoughMemoryError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
@@ -130,9 +133,11 @@ class Engine:
         self._num_added = 0
         self._order = itertools.count()  # of arrival: never used twice, since settings on the device are kept by it
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
-        self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
-        self._steps: dict[str | None, list[tuple[int, int]]] = {}  # of the present step: drafted and accepted tokens
-        self._watch = AcceptanceWatch(self.draft_plan.algorithm)
+        self._in_flight: StepInFlight | None = None  # launched, and not read yet
+        self._finished = 0.0  # time at which the newest step was read
+        self._untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
+        self._error: Exception | None = None  # of a launch behind such a step: nothing goes on
+        self._reporter = Reporter(AcceptanceWatch(self.draft_plan.algorithm))
         self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
         return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
@@ -218,7 +223,7 @@ class Engine:
     def forget(self, num_added: int) -> None:
         """Drop what requests after the first ``num_added`` left behind, as if they had never been."""
         self._num_added = num_added
-        self._spec_of.clear()
+        self._reporter.forget()
         self.scheduler.num_preemptions = 0
         self.flush_cache()
         self.cache_manager.cache.forget_figures()
@@ -258,7 +263,7 @@ class Engine:
         self.check_request(prompt_token_ids, params, forced_output_ids)
         predicted_ids = predicted_ids or self.encode_prediction(params)
         self.check_prediction(predicted_ids, params)
-        if request_id in self._requests:
+        if request_id in self._requests or any(delta.request_id == request_id for delta in self._untold):
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
         max_output = min(params.max_tokens, self.context_length - len(prompt))
@@ -353,6 +358,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Remove a request and free its memory; unknown and finished ids are ignored."""
+        self._settle_for(request_id)
+        self._untold = [delta for delta in self._untold if delta.request_id != request_id]
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.runner.dismiss(request)
@@ -366,13 +373,45 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Run at most one chunk of known tokens, then one verify of every request that is ready for it.
 
-        A request whose grammar is still finding out which tokens may follow sits out this verify.
+        A request whose grammar is still finding out which tokens may follow sits out this verify. Where the device
+        works by itself (``Runner.overlaps``), a verify is launched here and read by the next call, so that what the one
+        before has decided is told while it runs.
 
         Returns:
             A delta for every request that got tokens or ended.
         """
+        if self._error is not None:
+            raise self._error
+        deltas, self._untold = self._untold, []
+        news, is_read_here = self._receive(), False
+        if is_behind := bool(deltas or news):
+            self._observe_rest(news)
+        try:
+            is_read_here = self._go_on(deltas, is_behind)
+        except Exception as error:
+            if not is_behind:
+                raise
+            self._error = error  # raised by the next call, behind what is known already
+        if is_read_here:
+            news = self._receive()
+        deltas += self._tell(news)
+        if is_read_here:
+            self._observe_rest(news)
+        return deltas
+
+    def _go_on(self, deltas: list[OutputDelta], is_behind: bool) -> bool:
+        """Choose what runs now, run a chunk, and launch a verify.
+
+        Args:
+            deltas: gets the last deltas of requests that end here.
+            is_behind: there is something to tell: a verify that is to be read at once is left to the next call, so that
+                a request gets one delta at a time.
+
+        Returns:
+            Whether a verify was launched that is to be read at once.
+        """
         self._make_room()  # before new requests take memory that running ones need
-        deltas = [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
+        deltas += [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
         deltas += self._admit()
         if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
             self.preempt(yielding)
@@ -383,21 +422,52 @@ class Engine:
             self.cache_manager.wait_for_tiers()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
-        ready = self._ready(is_idle=not runs)
-        deltas += [self._fail(request) for request in ready if request.grammar_error is not None]
-        batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
-        results = self.runner.step(batch) if batch else []
+        overlaps = self.runner.overlaps(self.scheduler.verifying)
+        if overlaps or not is_behind:
+            deltas += self._launch(is_idle=not runs)
+        return not (overlaps or is_behind)
+
+    def _launch(self, is_idle: bool) -> list[OutputDelta]:
+        """Launch a verify of the requests that are ready; returns the last deltas of those whose grammars fail."""
+        ready = self._ready(is_idle)
+        failed = [request for request in ready if request.grammar_error is not None]
+        deltas = [self._fail(request) for request in failed]
+        batch = sorted([r for r in ready if r not in failed] if failed else ready, key=attrgetter("row"))
+        self._in_flight = self.runner.launch(batch) if batch else None
         self._told_errors(batch)
-        stepped = time.perf_counter()
-        advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
-        self._count_steps()
-        ended = [request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None]
+        return deltas
+
+    def _receive(self) -> list[News]:
+        """Wait for the step in flight, if there is one, and do what the next one needs; returns what is to be told."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        results = self.runner.finish(step)
+        self._finished = time.perf_counter()
+        news = [self._advance(request, result) for request, result in zip(step.requests, results, strict=True)]
+        if self.pools.counts.is_used:
+            told = [each for each in news if isinstance(each, StepNews)]
+            self.pools.counts.add_all([each.request.held_row for each in told], [each.tokens for each in told])
+        ended = [request for request, each in zip(step.requests, news, strict=True) if has_ended(each)]
         if ended:
             self._end(ended)
-        deltas += advanced
-        if batch and self.runner.sizer is not None:
-            self.runner.sizer.observe_rest(time.perf_counter() - stepped)
-        return deltas
+        return news
+
+    def _tell(self, news: Sequence[News]) -> list[OutputDelta]:
+        """Make deltas of what a step has brought."""
+        deltas, undecoded = self._reporter.deltas(news)
+        return deltas + [self._fail(request, reason) for request, reason in undecoded]
+
+    def _observe_rest(self, news: Sequence[News]) -> None:
+        """Let the sizer know how long the host has worked on a step since it was read."""
+        if news and self.runner.sizer is not None:
+            self.runner.sizer.observe_rest(time.perf_counter() - self._finished)
+
+    def _settle_for(self, request_id: str) -> None:
+        """Read the step in flight, if a request is part of it; the next call of ``step`` tells about it."""
+        if self._in_flight is not None and self._in_flight.has(request_id):
+            with torch.inference_mode():
+                self._untold += self._tell(self._receive())
 
     def _ready(self, is_idle: bool) -> list[Request]:
         """The requests that can be verified now, and those whose grammars have failed; as ``Constraints.ready``."""
@@ -426,6 +496,9 @@ class Engine:
 
     def preempt(self, request: Request) -> None:
         """Free all memory of a running request; its state goes to the prefix cache, and it waits again."""
+        self._settle_for(request.request_id)
+        if request.row is None:
+            return  # it has ended
         self._leave([request])
         self.runner.dismiss(request)
         self.scheduler.preempt(request)
@@ -456,7 +529,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._untold)
 
     @property
     def has_room(self) -> bool:
@@ -466,7 +539,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""
         sizer, drafter = self.runner.sizer, self.runner.drafter
-        stats = self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
+        stats = self.scheduler.stats(self.pools, self._reporter.spec)
         return replace(
             stats,
             sizing=None if sizer is None else sizer.stats(),
@@ -476,8 +549,7 @@ class Engine:
 
     def stats_of(self, tenant: str | None) -> TenantStats:
         """Numbers of one tenant's requests now, and since the start."""
-        spec = self._spec_of.get(tenant, SpecStats())
-        return self.scheduler.stats_of(tenant, spec)
+        return self.scheduler.stats_of(tenant, self._reporter.spec_of(tenant))
 
     def sample(self, views: Collection[View], max_nodes: int) -> EngineSample:
         """Figures and drafts for some views, and at most ``max_nodes`` cached prefixes of each; 0: none.
@@ -554,6 +626,9 @@ class Engine:
 
     def close(self) -> None:
         """Drop all requests, and restore the number of threads that was set before this engine."""
+        step, self._in_flight, self._untold = self._in_flight, None, []
+        if step is not None:
+            step.read.wait()  # the memory of its requests is freed
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
@@ -564,36 +639,23 @@ class Engine:
             self.runner.graph_runner.replay.close()
         torch.set_num_threads(process_threads())
 
-    def _advance(self, request: Request, result: StepResult) -> OutputDelta:
-        """Append the new tokens of a step to a request; the delta's ``finish_reason`` says whether they end it."""
+    def _advance(self, request: Request, result: StepResult) -> News:
+        """Append the new tokens of a step to a request; the news say whether they end it."""
         if not result.is_finite or request.grammar_error is not None:
             return self._fail(request)
         is_first = not request.output
         try:
-            count, text, reason = request.text.push(result.tokens)
+            count, text, reason = request.text.decide(result.tokens)
         except RequestError as error:  # the tokenizer fails
             return self._fail(request, str(error))
         if request.follower is not None and reason is None:
             request.follower.advance(result.tokens)
-        request.spec = request.spec.after_step(result.num_drafted, count - 1)
-        self._steps.setdefault(request.owner.tenant, []).append((result.num_drafted, count - 1))
-        self._watch.observe(result.num_drafted, len(result.tokens) - 1)
-        tokens = result.tokens[:count]
-        request.output.extend(tokens)
+        request.output.extend(result.tokens[:count])
         previous, request.num_run = request.num_run, request.root_position
-        self.pools.counts.add(request.held_row, tokens)
         for position in self.cache_manager.tracked_positions(request, previous):
             if self.cache_manager.make_slot():
                 self.cache_manager.leave_at(request, position, self._features(request, position))
-        depths = (*range(1, len(result.tokens)), 0)
-        figures: dict[str, Any] = {"depths": depths[:count], "logprobs": result.logprobs[:count]}
-        return request.delta(tokens, text, reason, is_first=is_first, **figures)
-
-    def _count_steps(self) -> None:
-        """Add what the requests of a step have drafted and accepted to the figures of their tenants."""
-        for tenant, steps in self._steps.items():
-            self._spec_of[tenant] = self._spec_of.get(tenant, SpecStats()).after_steps(steps)
-        self._steps.clear()
+        return StepNews(request, result, count, text, reason, is_first)
 
     def _end(self, requests: list[Request]) -> None:
         """End requests: their states and KV go to the prefix cache, all other memory is freed."""
@@ -604,7 +666,7 @@ class Engine:
     def _leave(self, requests: Sequence[Request]) -> None:
         """Leave the last states of requests that end or are preempted in the prefix cache."""
         leaving = self.cache_manager.leaving(requests)
-        self.runner.finish([request for request in leaving if request.is_verifying])
+        self.runner.complete([request for request in leaving if request.is_verifying])
         for request in leaving:
             self.cache_manager.leave_last(request, self._features(request, request.num_run))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_ids: Collection[int], max_tokens: int
+        self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_ids: AbstractSet[int], max_tokens: int
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -47,8 +48,27 @@ class TextStream:
             The number of tokens that belong to the output, the text that can be sent now, and why the output ends (None
             if it continues). A stop token counts as output, but its text is not sent, and neither is a stop string.
         """
-        if not self._stop_strings:
-            return self._push_all(tokens)
+        count, text, reason = self.decide(tokens)
+        return count, self.decode(tokens[:count], reason) if text is None else text, reason
+
+    def decide(self, tokens: Sequence[int]) -> tuple[int, str | None, FinishReason | None]:
+        """Do ``push``, but leave the text to ``decode`` where the end does not depend on it: its place has None then.
+
+        Raises:
+            RequestError: the tokens cannot be decoded.
+        """
+        return self._push_each(tokens) if self._stop_strings else self._count(tokens)
+
+    def decode(self, tokens: Sequence[int], reason: FinishReason | None) -> str:
+        """The text of the tokens that ``decide`` has counted; once for each of its calls, in their order.
+
+        Raises:
+            RequestError: the tokens cannot be decoded.
+        """
+        text = self._detokenizer.push_all(tokens[: len(tokens) - (reason == "stop")])
+        return text if reason is None else text + self._detokenizer.flush()
+
+    def _push_each(self, tokens: Sequence[int]) -> tuple[int, str, FinishReason | None]:
         ready = ""
         for i, token in enumerate(tokens):
             self._num_tokens += 1
@@ -63,10 +83,13 @@ class TextStream:
                 return i + 1, ready + text, "stop" if stopped else "length"
         return len(tokens), ready, None
 
-    def _push_all(self, tokens: Sequence[int]) -> tuple[int, str, FinishReason | None]:
-        """Do ``push`` where no text ends the output: all tokens are decoded at once."""
+    def _count(self, tokens: Sequence[int]) -> tuple[int, None, FinishReason | None]:
+        """Do ``decide`` where no text ends the output."""
         left = self._max_tokens - self._num_tokens
         count = len(tokens)
+        if count < left and self._stop_ids.isdisjoint(tokens):
+            self._num_tokens += count
+            return count, None, None
         reason: FinishReason | None = None
         for i, token in enumerate(tokens[:left]):
             if token in self._stop_ids:
@@ -76,8 +99,7 @@ class TextStream:
             if left <= count:
                 count, reason = left, "length"
         self._num_tokens += count
-        text = self._detokenizer.push_all(tokens[: count - (reason == "stop")])
-        return count, text if reason is None else text + self._detokenizer.flush(), reason
+        return count, None, reason
 
     def _finish(self) -> str:
         return self._flush()[0]
@@ -174,7 +196,7 @@ class Request:
     @property
     def root_position(self) -> int:
         """Position of the newest decided token; all tokens before it have been run once the request verifies."""
-        return self.num_tokens - 1
+        return len(self.prompt) + len(self.output) - 1
 
     @property
     def root_token(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV, prefill_chunk
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
+from specmamba.cuda_graphs import DirectRead, HostRead
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
@@ -23,6 +24,7 @@ from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured.captured_steps import capture_steps
 from specmamba.engine.captured.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
+from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.draft_sizing import Ints
@@ -92,7 +94,7 @@ class Runner:
         if request.params.has_penalties:
             self.pools.counts.begin(row, request.prompt, request.output)
 
-    def finish(self, requests: Sequence[Request]) -> None:
+    def complete(self, requests: Sequence[Request]) -> None:
         """Complete the drafter's KV and features of verifying requests, before the prefix cache takes them over."""
         if requests:
             requests = sorted(requests, key=lambda request: request.held_row)
@@ -124,17 +126,32 @@ class Runner:
         is_finite: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
         return [finite and has for finite, has in zip(is_finite, has_logits, strict=True)]
 
-    def step(self, requests: Sequence[Request]) -> list[StepResult]:
+    def overlaps(self, requests: Sequence[Request]) -> bool:
+        """Whether ``launch`` may return before the device has done a step of these requests.
+
+        Not where the host has a part in the middle of the step, or tools look at it.
+        """
+        graphs, sizer = self.graph_runner, self.sizer
+        if graphs is None or not graphs.replay.is_deferred or graphs.bucket(len(requests)) is None:
+            return False
+        if self.probe.is_watching or self.target.is_watched or (sizer is not None and sizer.forced is not None):
+            return False
+        asks = sizer is None
+        return self.drafter.is_capturable and not any(
+            r.follower is not None or r.predicted is not None or (asks and r.params.max_depth is not None)
+            for r in requests
+        )
+
+    def launch(self, requests: Sequence[Request]) -> StepInFlight:
         """Draft, verify, accept, commit (``verify/step.py``): one to N new tokens for every request.
+
+        Until ``finish`` was called, nothing that the step reads or writes may be used; see ``overlaps``.
 
         Args:
             requests: those that verify now, in order of their rows; their grammars are settled.
-
-        Returns:
-            The result of each request, in the same order.
         """
         began, num_unreplayed = time.perf_counter(), self._num_unreplayed
-        rows = tuple(request.held_row for request in requests)
+        rows = tuple([request.held_row for request in requests])
         self.probe.start(len(rows))
         sizer, size = self.sizer, None
         if sizer is not None:
@@ -145,23 +162,33 @@ class Runner:
         output = self._run_captured(requests, rows, size, drafter, chains)
         if output is None:
             output = self.verifier.step(*self._drafts(requests, rows, size, drafter, chains))
-        results = output.read([request.params.logprobs for request in requests])  # the one read of a step
+            read: HostRead = DirectRead(output.columns)
+        else:
+            assert self.graph_runner is not None
+            read = self.graph_runner.replay.read(output.columns)
+        is_usual = chains is None and num_unreplayed == self._num_unreplayed
+        is_usual = is_usual and not (self._is_in_parts or self._catches_up)
+        learns = chains is None and size is not None and size.depth > 0 and all(r.follower is None for r in requests)
+        return StepInFlight(requests, rows, output, read, skips, learns, is_usual, began)
+
+    def finish(self, step: StepInFlight) -> list[StepResult]:
+        """Wait for a step, and count on the host what it has decided; returns the result of each request."""
+        requests, rows, output, sizer = step.requests, step.rows, step.output, self.sizer
+        listed = () if output.logprobs is None else [request.params.logprobs for request in requests]
+        results = output.results(step.read.wait(), listed)
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
         self.pools.advance(num_accepted)
-        if skips:
+        if step.skips:
             self.drafter.skip(rows, decided, output.verdict, output.features)
         else:
             self.drafter.advance(rows, decided)
         self.probe.lap("commit")
-        if sizer is not None and size is not None:
-            learns = size.depth > 0 and chains is None and all(request.follower is None for request in requests)
-            if learns and sizer.learns_on_host:
+        if sizer is not None:
+            if step.learns and sizer.learns_on_host:
                 sizer.learn(output.verdict.path.cpu().numpy(), output.verdict.num_accepted.cpu().numpy())
-            is_usual = chains is None and num_unreplayed == self._num_unreplayed
-            is_usual = is_usual and not (self._is_in_parts or self._catches_up)
-            seconds = time.perf_counter() - began if is_usual else None
-            sizer.observe(decided, num_accepted if learns else None, seconds)
+            seconds = time.perf_counter() - step.began if step.is_usual else None
+            sizer.observe(decided, num_accepted if step.learns else None, seconds)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]

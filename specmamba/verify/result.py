@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,12 @@ class StepResult(NamedTuple):
     tokens: tuple[int, ...]  # accepted drafts, then the bonus token
     num_drafted: int
     is_finite: bool  # False: the target's logits are not finite, and the tokens mean nothing
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if the request asks for them
+    listed: tuple[Any, ...] | None = None  # numbers of log probabilities, if the request asks for them
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Those of the tokens, if the request asks for them; made anew at every call."""
+        return () if self.listed is None else tuple(_listed(self.tokens, *self.listed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,10 @@ class PathLogprobs:
         """Return those of the first ``num_rows`` rows."""
         return PathLogprobs(self.own[:num_rows], self.top[:num_rows], self.top_tokens[:num_rows])
 
-    def read(self, tokens: Sequence[Sequence[int]], num_top: Sequence[int | None]) -> list[tuple[TokenLogprob, ...]]:
-        """Read them on the host, with ``num_top`` likeliest tokens for each request; None: it gets no entries."""
-        columns = self.own.tolist(), self.top.tolist(), self.top_tokens.tolist()
-        figures = []
-        for decided, count, own, top, ids in zip(tokens, num_top, *columns, strict=True):
-            figures.append(() if count is None else tuple(_listed(decided, own, top, ids, count)))
-        return figures
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of them."""
+        return self.own, self.top, self.top_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +101,28 @@ class StepOutput:
             logprobs=None if self.logprobs is None else self.logprobs.first(num_rows),
         )
 
-    def read(self, num_logprobs: Sequence[int | None]) -> list[StepResult]:
-        """Wait for the device and read the results; ``num_logprobs`` for each request, as for ``PathLogprobs.read``."""
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """What the host reads in every step, for ``results``: contiguous tensors."""
+        return (self.packed,) if self.logprobs is None else (self.packed, *self.logprobs.columns)
+
+    @staticmethod
+    def results(columns: Sequence[Sequence[Any]], num_logprobs: Sequence[int | None]) -> list[StepResult]:
+        """Make results of ``columns`` on the host.
+
+        Args:
+            columns: as nested lists.
+            num_logprobs: likeliest tokens beside each token of each request; None: the request gets no entries. Not
+                looked at where there are no log probabilities.
+        """
+        packed, *of_logprobs = columns
         results = []
-        for count, is_finite, num_drafted, *tokens in self.packed.tolist():
+        for count, is_finite, num_drafted, *tokens in packed:
             results.append(StepResult(tuple(tokens[: count + 1]), num_drafted, bool(is_finite)))
-        if self.logprobs is None:
+        if not of_logprobs:
             return results
-        found = self.logprobs.read([result.tokens for result in results], num_logprobs)
-        return [result._replace(logprobs=entries) for result, entries in zip(results, found, strict=True)]
+        rows = zip(results, *of_logprobs, num_logprobs, strict=True)
+        return [r if count is None else r._replace(listed=(*numbers, count)) for r, *numbers, count in rows]
 
     def draft_of(self, place: int, request_id: str, decided: Sequence[int], tenant: str | None = None) -> DraftView:
         """Read the draft of the request at index ``place`` from the device, with its ``decided`` tokens."""

@@ -652,6 +652,19 @@ class TestTokenCounts:
         ]
         assert [row.nonzero().flatten().tolist() for row in prompts] == [[1], [2, 4], []]
 
+    def test_rows_at_once(self) -> None:
+        """Those that are not counted are left out."""
+        counts = TokenCounts(3, 4, CPU)
+        counts.add_all([1, 2], [[0], [1]])
+        was_used = counts.is_used
+        for row in (1, 3):
+            counts.begin(row, [0], [])
+        for _ in range(3):  # the memory of copies is used again
+            counts.add_all([1, 2, 3], [[3, 3], [0], [1]])
+        counts.add_all([1, 3], [[], []])
+        assert (was_used, counts.is_used) == (False, True)
+        assert counts.of(torch.arange(4))[0].tolist() == [[0] * 4, [0, 0, 0, 6], [0] * 4, [0, 3, 0, 0]]
+
     def test_a_row_that_is_used_again(self) -> None:
         counts = TokenCounts(1, 4, CPU)
         counts.begin(1, [0], [1])

@@ -1,0 +1,1 @@
+"""What clients and statistics are told of steps, behind their decisions."""

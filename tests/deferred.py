@@ -1,0 +1,118 @@
+"""A replay on a CPU that returns before its steps are done, as one on a GPU does."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.cuda_graphs import EagerReplay, NextPart
+from specmamba.engine.engine import Engine
+from specmamba.verify.result import StepOutput
+
+
+class DeferredRead:
+    """A read of results that a thread is still to compute."""
+
+    def __init__(self, future: Future[None], tensors: Sequence[Tensor]) -> None:
+        self._future, self._tensors = future, tensors
+
+    def wait(self) -> list[list[Any]]:
+        self._future.result()
+        return [tensor.tolist() for tensor in self._tensors]
+
+
+class DeferredReplay(EagerReplay[StepOutput]):
+    """Runs whole steps on a thread, after a delay; parts of steps, and those that the host goes on with, run at once.
+
+    The first step of a kind is run at once too, as a capture is. Later ones write to the memory of its result.
+    """
+
+    is_deferred = True
+
+    def __init__(self, delay: Callable[[], float]) -> None:
+        """``delay``: seconds between the launch of a step and its first operation, asked on the thread."""
+        super().__init__(has_fixed_shapes=True)
+        self.num_deferred = 0  # steps so far
+        self._delay = delay
+        self._results: dict[Hashable, Any] = {}
+        self._newest: Future[None] = Future()
+        self._newest.set_result(None)
+        self._thread = ThreadPoolExecutor(1, "device")
+
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        clear: Callable[[], object],
+        fill: Callable[[], object],
+        then: NextPart | None = None,
+    ) -> StepOutput:
+        assert self._newest.done(), "inputs are written while a step may still read them"
+        assert isinstance(key, tuple)
+        whole = None if then is None or key[1][0] == "given" else (key, then.key)  # drafters observe those behind them
+        if then is None or whole not in self._results:
+            result = super().run(key, function, clear, fill, then)
+            if whole is not None:
+                self._results[whole] = result = _each(result, Tensor.clone)
+            return result
+        fill()
+        result, second = self._results[whole], then.function
+        self._newest = self._thread.submit(self._work, lambda: second(function()), result)
+        self.num_deferred += 1
+        return result
+
+    def read(self, tensors: Sequence[Tensor]) -> DeferredRead:
+        return DeferredRead(self._newest, tensors)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    @torch.inference_mode()
+    def _work(self, step: Callable[[], Any], result: Any) -> None:
+        time.sleep(self._delay())
+        _write(step(), result)
+
+
+def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same value with another tensor in the place of each one in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _each(getattr(value, f.name), function) for f in fields(value)})
+    return value
+
+
+def _write(value: Any, to: Any) -> None:
+    """Copy the tensors in a value to those in another one."""
+    if isinstance(value, Tensor):
+        to.copy_(value)
+    elif is_dataclass(value):
+        for field in fields(value):
+            _write(getattr(value, field.name), getattr(to, field.name))
+
+
+def random_delays(seed: int, longest: float = 0.004) -> Callable[[], float]:
+    """Delays that are often none, and sometimes as long as a step."""
+    generator = random.Random(seed)
+    return lambda: generator.choice((0.0, 0.0, longest / 4, longest))
+
+
+@contextmanager
+def deferred(engine: Engine, delay: Callable[[], float]) -> Iterator[DeferredReplay]:
+    """Let an engine whose steps are captured launch them, and read them later."""
+    graphs = engine.runner.graph_runner
+    assert graphs is not None
+    before, graphs.replay = graphs.replay, DeferredReplay(delay)
+    try:
+        yield graphs.replay
+    finally:
+        graphs.replay.close()
+        graphs.replay = before
