@@ -9,13 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+LEAST = 256  # numbers that there is room for at the start
+
 
 class _Piece:
     """Memory of the host, pinned for a GPU, and as much of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._event = device, torch.cuda.Event() if device.type == "cuda" else None
-        self._grow(0)
+        self._grow(LEAST)
 
     def begin(self, count: int) -> NDArray[np.int64]:
         """Memory [2, count] to be written: what stood there has been copied."""

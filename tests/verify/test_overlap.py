@@ -316,7 +316,7 @@ def test_what_clients_do_takes_no_time_from_the_device() -> None:
 def test_writes_take_turns_in_two_pieces_of_memory() -> None:
     writes = PairWrites(torch.device("cpu"))
     sent = []
-    for count in (3, 5, 2):
+    for count in (3, 200, 5, 2):
         writes.begin(count)[:] = count
         sent.append(writes.send())
         assert all(bool((x == x.shape[1]).all()) for x in sent[-2:])
