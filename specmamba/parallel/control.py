@@ -31,7 +31,7 @@ MAX_SILENCE = 10
 JOIN_TIMEOUT_S = 300.0  # in which the other ranks import what they need
 HELLO_TIMEOUT_S = 5.0  # in which a process that has connected says which rank it is
 LAST_S = 2.0  # in which the last command comes over the connection of a rank 0 that has left
-TOLD_MS = 50  # for which a rank waits for a command in shared memory before it looks at what comes over its connection
+TOLD_MS = 250  # for which a rank waits for a command in shared memory before it looks at what comes over its connection
 Lost = Callable[[RankLostError], None]
 
 
