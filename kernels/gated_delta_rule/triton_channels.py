@@ -116,7 +116,7 @@ def channel_tree_kernel(
                 k_old = finite(tl.load(k_at + j * k_node_stride, mask=is_k, other=0.0))
                 g_old = finite(tl.load(g_at + j * num_heads * KEY_DIM, mask=is_k, other=0.0))
                 u_old = tl.load(updates + (node_offset + j) * updates_record_stride, mask=is_v, other=0.0)
-                current = current * tl.exp(g_old)[:, None] + k_old[:, None] * u_old[None, :]
+                current = tl.fma(k_old[:, None], u_old[None, :], current * tl.exp(g_old)[:, None])
 
         k_raw = tl.load(k_at + i * k_node_stride, mask=is_k, other=0.0)
         g_raw = tl.load(g_at + i * num_heads * KEY_DIM, mask=is_k, other=0.0)
@@ -130,7 +130,7 @@ def channel_tree_kernel(
         u = finite(beta_raw) * (v_raw - tl.sum(k_node[:, None] * current, 0))
         flaw = tl.sum(not_finite(k_raw) + not_finite(g_raw), 0) + tl.sum(not_finite(u), 0) + not_finite(beta_raw)
         u = finite(u)
-        current += k_node[:, None] * u[None, :]
+        current = tl.fma(k_node[:, None], u[None, :], current)
         result = tl.sum(q_node[:, None] * current, 0)
 
         flaws = tl.where(at_n == i, flaw, flaws)
@@ -212,7 +212,7 @@ def channel_extend_kernel(
         beta_token = tl.load(beta_at + tl.cast(t, tl.int64) * num_heads)
         state = state * tl.exp(g_token)[:, None]
         u = beta_token * (v_token - tl.sum(k_token[:, None] * state, 0))
-        state += k_token[:, None] * u[None, :]
+        state = tl.fma(k_token[:, None], u[None, :], state)
         tl.store(out_at + tl.cast(t, tl.int64) * num_heads * VALUE_DIM, tl.sum(q_token[:, None] * state, 0), mask=is_v)
         q_token, k_token, v_token, g_token = q_next, k_next, v_next, g_next
     tl.store(state_at, as_stored(state, states.dtype.element_ty), mask=in_state)

@@ -12,8 +12,8 @@ from specmamba.kernels.state_records.triton_kernels import as_stored, finite
 
 @triton.jit
 def step(state, b, u, dt, rates):
-    """The state [LANES, COLUMNS] behind a token b [LANES], u and dt [COLUMNS]."""
-    return state * tl.exp(rates * dt[None, :]) + b[:, None] * u[None, :]
+    """The state [LANES, COLUMNS] behind a token b [LANES], u and dt [COLUMNS]. Rounded alike wherever it is used."""
+    return tl.fma(b[:, None], u[None, :], state * tl.exp(rates * dt[None, :]))
 
 
 @triton.jit

@@ -145,12 +145,15 @@ def advance_by_channel(
     updates_record_stride,
     decay_record_stride,
 ):
-    """The state behind ``count`` records that have a log decay for each key, one after the other."""
+    """The state behind ``count`` records that have a log decay for each key, one after the other.
+
+    An explicit ``fma``: compilers may join either product with the sum, and all kernels shall round alike.
+    """
     for j in range(count):
         key = tl.load(keys + j * keys_record_stride, mask=is_k, other=0.0)
         update = tl.load(updates + j * updates_record_stride, mask=is_v, other=0.0)
         step = tl.exp(tl.load(decay + j * decay_record_stride, mask=is_k, other=0.0))
-        state = state * step[:, None] + key[:, None] * update[None, :]
+        state = tl.fma(key[:, None], update[None, :], state * step[:, None])
     return state
 
 
