@@ -214,8 +214,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "no prefix cache": {**DRAFTS["chain"], "disable_radix_cache": True},
     "snapshots": {**DRAFTS["tree"], "speculative_state": "snapshots"},
     "tracked": {
-        **{**DRAFTS["chain"], "page_size": 16},
-        **{"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 5},
+        **DRAFTS["chain"],
+        "page_size": 16,
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_track_interval": 5,
     },
 }
 
@@ -242,13 +244,13 @@ def compare(
         expected = answers(llm, prompts)
         assert llm.engine.stats().split is None
         assert llm.engine.describe()["elastic_pools"] is None
-    with elastic_pools(num_tokens=192, num_slots=num_slots), LLM(**flags) as llm:
+    with elastic_pools(num_tokens=180, num_slots=num_slots), LLM(**flags) as llm:
         outputs = answers(llm, prompts)
         stats, manager, pools = llm.engine.stats(), llm.engine.cache_manager, llm.engine.pools
         manager.cache.check(pools.table.held_pages())
         bounds: Any = llm.engine.describe()["elastic_pools"]
-        assert bounds["most_kv_tokens"] > 192
-        assert bounds["most_state_slots"] > num_slots
+        assert bounds["most_kv_tokens"] > 180
+        assert bounds["most_state_slots"] >= num_slots
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     assert stats.split is not None
     assert stats.split.num_moves > 1
