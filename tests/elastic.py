@@ -40,9 +40,7 @@ def elastic_plan(made: MemoryPlan, shape: CacheShape, context: int) -> MemoryPla
     page_bytes, slot_bytes = made.page_size * shape.kv_bytes_per_token, shape.state_bytes_per_slot
     pool_bytes = made.num_pages * page_bytes + made.num_state_slots * slot_bytes
     most_pages = (pool_bytes - FEWEST_SLOTS * slot_bytes) // page_bytes
-    bounds = SplitBounds(
-        pool_bytes, page_bytes, slot_bytes, most_pages, pool_bytes // slot_bytes, uses_huge_pages=False
-    )
+    bounds = SplitBounds(pool_bytes, page_bytes, slot_bytes, most_pages, pool_bytes // slot_bytes)
     longest = min(context, most_pages * made.page_size - made.num_lookahead_slots)
     return replace(made, elastic=bounds, context_length=longest)
 

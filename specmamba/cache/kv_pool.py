@@ -14,7 +14,7 @@ from torch import Tensor
 from specmamba.cache.shapes import SCALE_DTYPE, CacheShape
 from specmamba.kernels import state_copy
 from specmamba.kernels.paged_attention.codes import as_bytes
-from specmamba.processes.unused_memory import avoid_huge_pages, give_back_pages
+from specmamba.processes.unused_memory import end_huge_pages_at, give_back_pages
 
 Pages = NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
@@ -223,16 +223,9 @@ class KVPool:
             give_back_zeros(group)
 
     def give_back_unused(self) -> None:
-        """Give back the memory behind the last page, in all layers, on a CPU."""
-        first = (self.allocator.num_pages + 1) * self.page_size
+        """Give back the memory behind the last page, in all layers, on a CPU; huge pages end before it."""
         for group in self._groups:
-            for layer in group:
-                give_back_zeros(layer[first:])
-
-    def avoid_huge_pages(self) -> None:
-        """Take memory in the system's small pages, so that ``give_back_unused`` gives back all but part of one."""
-        for group in self._groups:
-            avoid_huge_pages(group.data_ptr(), group.nbytes)
+            give_back_behind(group, (self.allocator.num_pages + 1) * self.page_size)
 
     def move_pages(self, source: Pages, target: Pages) -> None:
         """Copy pages ``source`` [n] to ``target`` [n], none of which is among the former, in all layers."""
@@ -301,3 +294,15 @@ def give_back_zeros(zeros: Tensor) -> None:
     """
     if zeros.is_cpu:
         give_back_pages(zeros.data_ptr(), zeros.nbytes)
+
+
+def give_back_behind(layers: Tensor, count: int) -> None:
+    """Give back what a tensor of ``lazy_zeros`` has behind the first ``count`` entries of each layer, as above.
+
+    The system may use huge pages for these entries, and uses none that would reach behind them.
+    """
+    for layer in layers if layers.is_cpu else ():
+        begin, end = layer.data_ptr(), layer[count:].data_ptr() if count < len(layer) else 0
+        limit = begin + layer.nbytes
+        end_huge_pages_at(begin, end or limit, limit)
+        give_back_zeros(layer[count:])

@@ -47,9 +47,8 @@ class Split:
         self._kv, self._states = kv, states
         self._start = kv.allocator.num_pages, states.num_slots
         self._num_moves = self._moved_pages = self._moved_states = 0
-        if not bounds.uses_huge_pages:
-            kv.avoid_huge_pages()
-            states.avoid_huge_pages()
+        kv.give_back_unused()
+        states.give_back_unused()
 
     @property
     def stats(self) -> SplitStats:
@@ -73,23 +72,27 @@ class Split:
         bounds = self.bounds
         return min(bounds.most_pages, (bounds.pool_bytes - num_slots * bounds.slot_bytes) // bounds.page_bytes)
 
-    def gain_slot(self, num_kept: int) -> bool:
-        """Add a state slot, in place of free pages if need be.
+    def gain_slots(self, num_missing: int, num_kept: int) -> bool:
+        """Add state slots, in place of free pages if need be: as many as are missing, or as there is memory for.
 
         Args:
+            num_missing: slots.
             num_kept: pages that must stay free.
 
         Returns:
-            False, with no change: there are too few.
+            False, with no change: there is memory for none.
         """
-        if self._states.num_slots == self.bounds.most_state_slots:
+        bounds, spare, states = self.bounds, self.spare_bytes, self._states
+        num_free = max(0, self._kv.allocator.num_free - num_kept)
+        room = min(num_missing, bounds.most_state_slots - states.num_slots)
+        count = min(room, (spare + num_free * bounds.page_bytes) // bounds.slot_bytes)
+        if count < 1:
             return False
-        num_pages = max(0, -(-(self.bounds.slot_bytes - self.spare_bytes) // self.bounds.page_bytes))
-        if num_pages > max(0, self._kv.allocator.num_free - num_kept):
-            return False
-        if num_pages:
+        num_pages = -(-(count * bounds.slot_bytes - spare) // bounds.page_bytes)
+        if num_pages > 0:
             self._drop_pages(num_pages)
-        self._states.extend(1)
+        states.extend(count)
+        states.give_back_unused()
         return True
 
     def gain_pages(self, num_missing: int, num_kept: int) -> bool:
@@ -114,6 +117,7 @@ class Split:
             self._drop_slots(num_slots)
         wanted = max(num_missing, bounds.slot_bytes // bounds.page_bytes)
         allocator.extend(min(room, wanted, self.spare_bytes // bounds.page_bytes))
+        self._kv.give_back_unused()
         return True
 
     def restore(self) -> None:
@@ -124,6 +128,8 @@ class Split:
         states.shrink(max(0, states.num_slots - num_slots))
         allocator.extend(num_pages - allocator.num_pages)
         states.extend(num_slots - states.num_slots)
+        self._kv.give_back_unused()
+        states.give_back_unused()
         self._num_moves = self._moved_pages = self._moved_states = 0
 
     def _drop_pages(self, count: int) -> None:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
+from specmamba.cache.kv_pool import give_back_behind, give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
-from specmamba.processes.unused_memory import avoid_huge_pages
 
 PREFIX_CACHE = "prefix cache"  # the owner of states that any request may copy
 NOWHERE = -1  # the position of a slot that holds no state yet
@@ -74,15 +73,9 @@ class StatePool:
             give_back_zeros(states)
 
     def give_back_unused(self) -> None:
-        """Give back the memory behind the last slot, in all layers, on a CPU."""
+        """Give back the memory behind the last slot, in all layers, on a CPU; huge pages end before it."""
         for states in self._states:
-            for layer in states:
-                give_back_zeros(layer[self.num_slots + 1 :])
-
-    def avoid_huge_pages(self) -> None:
-        """Take memory in the system's small pages, so that ``give_back_unused`` gives back all but part of one."""
-        for states in self._states:
-            avoid_huge_pages(states.data_ptr(), states.nbytes)
+            give_back_behind(states, self.num_slots + 1)
 
     def extend(self, count: int) -> None:
         """Add free slots behind the others. Raises ValueError: there is no room for so many."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 SYSTEM_PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20  # of Linux on the usual processors, where its pages have 4 KiB
-_NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE of <sys/mman.h>, which mmap does not name on every system
+_HUGE_PAGES, _NO_HUGE_PAGES = 14, 15  # of <sys/mman.h>; mmap does not name them on every system
 _HEAD = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<access>\S{4}) \S+ \S+ \d+ *(?P<file>.*)")
 _OWN_PAGES = ("Anonymous", "Private_Dirty", "Swap")  # of a mapping: pages that are not those of its file
 
@@ -42,12 +42,18 @@ def give_back_pages(address: int, num_bytes: int) -> int:
     return 0 if status else last - first
 
 
-def avoid_huge_pages(address: int, num_bytes: int) -> None:
-    """Keep the system from using huge pages in a range, so that small parts of it can be given back."""
+def end_huge_pages_at(begin: int, end: int, limit: int) -> None:
+    """Let the system use huge pages from address ``begin`` on, and none that reaches behind ``end``, up to ``limit``.
+
+    So what is written before ``end`` takes no memory behind it, but for a part of a small page.
+    """
+    if sys.platform != "linux":
+        return
     page = mmap.PAGESIZE
-    first, last = -(-address // page) * page, (address + num_bytes) // page * page
-    if last > first and sys.platform == "linux":
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _NO_HUGE_PAGES)
+    first, border = -(-begin // page) * page, max(-(-begin // page) * page, end // HUGE_PAGE * HUGE_PAGE)
+    for start, stop, advice in ((first, border, _HUGE_PAGES), (border, limit // page * page, _NO_HUGE_PAGES)):
+        if stop > start:
+            _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
 
 
 def drop_library_pages() -> int:

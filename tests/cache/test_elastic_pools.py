@@ -15,8 +15,9 @@ from specmamba.cache.memory.elastic import why_fixed
 from specmamba.cache.state_pool import StateOwnershipError
 from specmamba.config import EngineConfig
 from specmamba.core import RequestOutput
-from specmamba.processes.unused_memory import HUGE_PAGE, SYSTEM_PAGE
-from tests.cache.test_unused_memory import whole_pages
+from specmamba.engine.scheduler import EngineStats
+from specmamba.processes.unused_memory import SYSTEM_PAGE
+from tests.cache.test_unused_memory import _resident_bytes, whole_pages
 from tests.drafts import DRAFTS
 from tests.elastic import LARGE_STATES, SHAPE, Memory, Text, elastic_pools
 
@@ -143,7 +144,6 @@ def test_memory_behind_the_ends_goes_back() -> None:
     memory = Memory.made(16, "lru", 8192, 4, context=20)
     pools, cache = memory.pools, memory.manager.cache
     assert pools.split is not None
-    assert not pools.split.bounds.uses_huge_pages
     for layer in (*pools.kv.k, *pools.kv.v):
         layer.fill_(1)
     assert cache.make_room(0, 32_750)
@@ -156,6 +156,19 @@ def test_memory_behind_the_ends_goes_back() -> None:
     assert cache.make_room(8000, 0)
     assert not whole_pages(pools.states.recurrent[:, pools.states.num_slots + 1 :]).any()
     assert pools.kv.allocator.num_pages >= 8000
+
+
+def test_what_is_written_takes_no_memory_behind_the_end() -> None:
+    """Also where the system has huge pages, which such a pool is large enough for."""
+    memory = Memory.made(16, "lru", 65_536, 4, context=20)
+    pools = memory.pools
+    assert memory.manager.cache.make_room(0, 100_000)
+    end = (pools.kv.allocator.num_pages + 1) * 16
+    assert 0 < end < 0.7 * len(pools.kv.k[0])
+    for layer in (*pools.kv.k, *pools.kv.v):
+        layer[:end].fill_(1)
+        assert _resident_bytes(layer[:end]) == whole_pages(layer[:end]).nbytes
+        assert _resident_bytes(layer[end:]) == 0
 
 
 class TestPlan:
@@ -181,14 +194,6 @@ class TestPlan:
         made = self.plan(1 << 30)
         assert (made.elastic, made.end_bytes) == (None, 0)
 
-    def test_huge_pages_only_where_their_ends_are_small(self) -> None:
-        assert not self.plan(800_000).elastic.uses_huge_pages
-        config = EngineConfig(speculative_algorithm="none", disable_cuda_graph=True, max_running_requests=64)
-        made = plan_memory(config, SHAPE, 1 << 20, 100, 1, 1, 1 << 30, is_elastic=True)
-        assert made.elastic is not None
-        assert made.elastic.uses_huge_pages
-        assert made.end_bytes == 5 * HUGE_PAGE
-
     def test_where_pools_keep_their_sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert why_fixed(EngineConfig(), SHAPE, "cpu") is None
         assert why_fixed(EngineConfig(elastic_pools="off"), SHAPE, "cpu") == "--elastic-pools off"
@@ -200,35 +205,73 @@ class TestPlan:
         assert "address space is limited" in str(why_fixed(EngineConfig(), SHAPE, "cpu"))
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "codes": {**DRAFTS["plain"], "kv_cache_dtype": "int8"},
+    "exact": {**DRAFTS["chain"], "deterministic": True},
+    "flops": {**DRAFTS["chain"], "cache_eviction": "flops", "page_size": 3},
+    "host memory": {**DRAFTS["chain"], "hicache_size": 0.05},
+    "no capture": {**DRAFTS["tree"], "disable_cuda_graph": True},
+    "no prefix cache": {**DRAFTS["chain"], "disable_radix_cache": True},
+    "snapshots": {**DRAFTS["tree"], "speculative_state": "snapshots"},
+    "tracked": {
+        **DRAFTS["chain"],
+        "page_size": 16,
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_track_interval": 5,
+    },
+}
+
+
+def answers(llm: LLM, prompts: list[Tokens]) -> list[RequestOutput]:
+    """Waves of requests that hit what others have left, and more at a time than memory holds."""
+    long = [prompt[:90] for prompt in prompts if len(prompt) > 90][:3]
+    short = [prompt[:12] for prompt in prompts[:6]]
+
+    def greedy(num_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+    waves = (short, 130), (long, 8), (long, 8), (short[:3], 40), (long + short[3:], 12), *[(long[:1], 4)] * 2
+    return [output for wave, tokens in waves for output in llm.generate(wave, greedy(tokens))]
+
+
+def compare(
+    prompts: list[Tokens], flags: dict[str, Any], num_slots: int = 5
+) -> tuple[list[RequestOutput], EngineStats]:
+    """Outputs and figures of elastic pools; the outputs are those of fixed ones."""
+    small: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 160, "max_running_requests": 6}
+    flags = {**small, "speculative_adaptive": "off", "chunked_prefill_size": 32, **flags}
+    with LLM(**flags, elastic_pools="off") as llm:
+        expected = answers(llm, prompts)
+        assert llm.engine.stats().split is None
+        assert llm.engine.describe()["elastic_pools"] is None
+    with elastic_pools(num_tokens=180, num_slots=num_slots), LLM(**flags) as llm:
+        outputs = answers(llm, prompts)
+        stats, manager, pools = llm.engine.stats(), llm.engine.cache_manager, llm.engine.pools
+        manager.cache.check(pools.table.held_pages())
+        bounds: Any = llm.engine.describe()["elastic_pools"]
+        assert bounds["most_kv_tokens"] > 180
+        assert bounds["most_state_slots"] >= num_slots
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert stats.split is not None
+    assert stats.split.num_moves > 1
+    assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
+    return outputs, stats
+
+
 @pytest.mark.parametrize("drafts", sorted(DRAFTS))
 def test_texts_are_those_of_fixed_pools(drafts: str, prompts: list[Tokens]) -> None:
     """Cold, hit and preempted, under so much pressure that both kinds of memory move all the time."""
-    long = [prompt[:90] for prompt in prompts if len(prompt) > 90][:3]
-    short = [prompt[:12] for prompt in prompts[:6]]
-    flags: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 160, "max_running_requests": 6}
-    flags |= {"speculative_adaptive": "off", "chunked_prefill_size": 32, **DRAFTS[drafts]}
-
-    def run(llm: LLM) -> list[RequestOutput]:
-        def greedy(num_tokens: int) -> SamplingParams:
-            return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-
-        waves = (short, 130), (long, 8), (long, 8), (short[:3], 40), (long + short[3:], 12), *[(long[:1], 4)] * 2
-        return [output for wave, tokens in waves for output in llm.generate(wave, greedy(tokens))]
-
-    with LLM(**flags) as llm:
-        expected = run(llm)
-        assert llm.engine.stats().split is None
-    with elastic_pools(num_tokens=180, num_slots=5), LLM(**flags) as llm:
-        outputs = run(llm)
-        stats, manager, pools = llm.engine.stats(), llm.engine.cache_manager, llm.engine.pools
-        manager.cache.check(pools.table.held_pages())
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    outputs, stats = compare(prompts, DRAFTS[drafts])
     assert stats.num_preemptions > 0
     assert any(output.num_cached_tokens > 10 for output in outputs)
     assert stats.split is not None
-    assert stats.split.num_moves > 2
     assert stats.split.moved_tokens > 0
-    assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(OTHERS))
+def test_texts_with_other_flags(kind: str, prompts: list[Tokens]) -> None:
+    compare(prompts, OTHERS[kind], num_slots=7)
 
 
 # --- a load that swings

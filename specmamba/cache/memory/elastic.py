@@ -10,10 +10,9 @@ from pathlib import Path
 from specmamba.cache.memory.demand import Demand, largest_fitting
 from specmamba.cache.shapes import CacheShape
 from specmamba.config import EngineConfig
-from specmamba.processes.unused_memory import HUGE_PAGE, SYSTEM_PAGE
+from specmamba.processes.unused_memory import SYSTEM_PAGE
 
 FEWEST_SLOTS = 1  # of the state pool where KV has all other memory: a request that runs alone
-HUGE_FROM = 32  # the system's huge pages are used where the pools' ends lose at most one part in so many to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class SplitBounds:
     slot_bytes: int
     most_pages: int  # the pool is made for so many, and takes memory for those that it has
     most_state_slots: int
-    uses_huge_pages: bool
 
     def fits(self, num_pages: int, num_slots: int) -> bool:
         """Whether there can be so many pages and slots at the same time."""
@@ -59,8 +57,7 @@ def _is_strict() -> bool:
 
 def reserve_tables(demand: Demand, budget_bytes: int) -> Demand:
     """Return a demand whose tables and pools' ends have room for the most pages that KV can grow to."""
-    shares = [(demand.with_ends(page), page) for page in (HUGE_PAGE, SYSTEM_PAGE)]
-    with_ends = next((each for each, page in shares if page == SYSTEM_PAGE or _is_small(each, budget_bytes)), demand)
+    with_ends = demand.with_ends(SYSTEM_PAGE)
     fewest = with_ends.fewest_pages
 
     def fits(num_pages: int) -> bool:
@@ -69,10 +66,6 @@ def reserve_tables(demand: Demand, budget_bytes: int) -> Demand:
     most = largest_fitting(range(fewest, max(fewest, demand.most_pages) + 1), fits) or fewest
     reserved = with_ends.for_pages(most)
     return reserved if reserved.fewest_bytes <= budget_bytes else demand
-
-
-def _is_small(demand: Demand, budget_bytes: int) -> bool:
-    return demand.end_bytes * HUGE_FROM <= budget_bytes - demand.fewest_bytes
 
 
 def bounds_of(demand: Demand, budget_bytes: int, num_pages: int, num_slots: int) -> SplitBounds | None:
@@ -92,4 +85,4 @@ def bounds_of(demand: Demand, budget_bytes: int, num_pages: int, num_slots: int)
     useful = demand.most_state_slots(most_pages)
     most_slots = min(useful, (pool_bytes - demand.fewest_pages * page_bytes) // slot_bytes)
     most = max(num_pages, most_pages), max(num_slots, most_slots)
-    return SplitBounds(pool_bytes, page_bytes, slot_bytes, *most, demand.end_page == HUGE_PAGE)
+    return SplitBounds(pool_bytes, page_bytes, slot_bytes, *most)

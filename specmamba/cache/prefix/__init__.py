@@ -250,7 +250,7 @@ class MambaRadixCache:
             return self.evict_pages(num_pages) and self.evict_states(num_slots)
         victims, allocator, states = Victims(self._policy, self._recency), self._allocator, self._states
         while (lacking := num_pages - allocator.num_free) > 0 or num_slots > states.num_free:
-            if num_slots > states.num_free and self.split.gain_slot(num_pages):
+            if num_slots > states.num_free and self.split.gain_slots(num_slots - states.num_free, num_pages):
                 continue
             if lacking > 0 and self.split.gain_pages(lacking, num_slots):
                 continue
