@@ -210,7 +210,7 @@ def test_a_request_that_cannot_be_added_is_alone(llm: LLM, monkeypatch: pytest.M
 
 def test_a_failure_reaches_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(dtype="float32", device="cpu", context_length=128) as llm:
-        monkeypatch.setattr(llm.engine.runner, "step", lambda batch: 1 / 0)
+        monkeypatch.setattr(llm.engine.runner, "launch", lambda batch: 1 / 0)
         with ThreadPoolExecutor(4) as pool:
             calls = [pool.submit(llm.generate, "x") for _ in range(4)]
             for call in calls:

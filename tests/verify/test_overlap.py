@@ -19,7 +19,7 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
 from specmamba.errors import RequestError
 from specmamba.sampling_params import GrammarSpec
-from tests.deferred import deferred, random_delays
+from tests.verify.deferred import deferred, random_delays
 from tests.engine.test_engine import (
     CONTEXT,
     VOCABULARY,
