@@ -19,7 +19,6 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
 from specmamba.errors import RequestError
 from specmamba.sampling_params import GrammarSpec
-from tests.verify.deferred import deferred, random_delays
 from tests.engine.test_engine import (
     CONTEXT,
     VOCABULARY,
@@ -32,6 +31,7 @@ from tests.engine.test_engine import (
     tokens_of,
 )
 from tests.tiny import write_tiny_checkpoint
+from tests.verify.deferred import deferred, random_delays
 from tests.verify.test_captured_steps import (
     BUCKET,
     DIRECT,
