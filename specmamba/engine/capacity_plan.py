@@ -114,7 +114,8 @@ def requests_at_once(demand: Demand, budget_bytes: int, num_tokens: int) -> int 
     """Return how many requests of ``num_tokens`` tokens run together, each with its KV, state and tables.
 
     ``--max-running-requests`` is raised or lowered to that number, up to ``MOST_REQUESTS``; other flags are as they
-    are. Nothing is left for cached prefixes then. 0: not even one fits. None: the context is shorter.
+    are, and pools are fixed. Nothing is left for cached prefixes then. 0: not even one fits. None: the context is
+    shorter.
     """
     if num_tokens > demand.context:
         return None
