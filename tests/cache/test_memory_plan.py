@@ -458,9 +458,9 @@ class TestStartUpLines:
         ]
 
     def test_captured_steps(self) -> None:
-        """They are in the total, and in what one more draft token takes; several ranks capture none."""
+        """They are in the total, and in what one more draft token takes; several ranks of a CPU capture as many."""
         plain, captured = (plan(1 << 34, 16, max_running_requests=8, disable_cuda_graph=off) for off in (True, False))
-        assert plan(1 << 34, 16, max_running_requests=8, disable_cuda_graph=False, tp_size=2) == plain
+        assert plan(1 << 34, 16, max_running_requests=8, disable_cuda_graph=False, tp_size=2) == captured
         held = next(line for line in captured.describe_lines() if line.startswith("captured steps"))
         assert re.split("  +", held)[1:] == [
             "50.0 KiB", "logits between forward and decision, of up to 8 requests"
