@@ -11,7 +11,7 @@ import pytest
 
 from tests.pairwise import IS_FULL
 
-EVERY_FIFTH = [] if IS_FULL else ["-p", "tests.thinned", "--every", "5"]
+EVERY_THIRD, EVERY_FIFTH = ([] if IS_FULL else ["-p", "tests.thinned", "--every", str(nth)] for nth in (3, 5))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
