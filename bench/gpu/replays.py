@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specmamba.measure.full_batch import Job, fill_batch
+
 if TYPE_CHECKING:
     from specmamba import LLM
-    from specmamba.measure.full_batch import Job
 
-NUM_WARM_UP, NUM_STEPS = 4, 8
+NUM_STEPS = 8
 NUM_LONGEST = 8  # kernels that are named
 MAX_NAME = 80  # characters
 
@@ -30,14 +31,13 @@ def profile_replays(llm: LLM, jobs: Sequence[Job], step_ms: float) -> dict[str, 
     """Profile steps in which all jobs decode. ``step_ms``: time of such a step without the profiler.
 
     Raises:
-        RequestError: a request failed.
+        ConfigError, RequestError: as ``fill_batch``.
     """
     names = [f"profile-{i}" for i in range(len(jobs))]
     try:
         for name, job in zip(names, jobs, strict=True):
             llm.engine.add_request(name, job.prompt, job.params)
-        for _ in range(NUM_WARM_UP):
-            llm.engine.step()
+        fill_batch(llm, len(jobs))
         kernels = _record(llm, NUM_STEPS)
     finally:
         for name in names:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("memcheck", "racecheck")
-TESTS = ("tests/kernels/triton/test_gated_delta_rule_triton.py", "-k", "tree_verify")
+TESTS = ("tests/kernels/triton/recurrent/test_gated_delta_rule_triton.py", "-k", "tree_verify")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
 NOT_INSTALLED = "compute-sanitizer is not on the PATH"
 

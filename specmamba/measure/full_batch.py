@@ -79,7 +79,7 @@ def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretc
     try:
         for name, job in zip(names, jobs, strict=True):
             llm.engine.add_request(name, job.prompt, job.params, job.replay)
-        _fill(llm, len(jobs))
+        fill_batch(llm, len(jobs))
         laps.reset()
         replayed = llm.workbench.replayed_seconds
         times, tokens = _run_until_one_ends(llm, names)
@@ -106,8 +106,13 @@ def _run_until_one_ends(llm: LLM, names: Sequence[str]) -> tuple[list[float], tu
     return times, tuple(tokens.values())
 
 
-def _fill(llm: LLM, batch_size: int) -> None:
-    """Step until all requests have decoded in one step, so that the next step has no prefill in it."""
+def fill_batch(llm: LLM, batch_size: int) -> None:
+    """Step until all requests have decoded in one step, so that the next step has no prefill in it.
+
+    Raises:
+        ConfigError: a request ended before.
+        RequestError: a request failed.
+    """
     while True:
         deltas = llm.engine.step()
         _raise_failures([delta.error for delta in deltas])

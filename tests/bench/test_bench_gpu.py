@@ -331,6 +331,11 @@ def test_what_the_sanitizer_found(output: str, status: int, passed: bool, summar
     assert summary is None or found["summary"] == summary
 
 
+def test_the_sanitizer_has_tests_to_run() -> None:
+    file, _, chosen = sanitizer.TESTS
+    assert f"_{chosen}" in (ROOT / file).read_text(encoding="utf8")
+
+
 def test_a_sanitizer_that_is_not_there_or_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert {found["summary"] for found in sanitizer.check_tools(ROOT, 1.0).values()} == {sanitizer.NOT_INSTALLED}
