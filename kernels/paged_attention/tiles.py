@@ -34,6 +34,13 @@ class Tile:
     piece: int = 0  # components of a head in one product with keys; 0: all
 
 
+def tile_of(num_rows: int, head_dim: int, value_dim: int, dtype: torch.dtype, is_split: bool, is_coded: bool) -> Tile:
+    """The tile for heads of these widths: latents have values that are narrower than their keys."""
+    if value_dim != head_dim:
+        return latent_tile(num_rows, dtype, is_coded)
+    return attend_tile(num_rows, head_dim, dtype, is_split, is_coded)
+
+
 def latent_tile(num_rows: int, dtype: torch.dtype, is_coded: bool = False) -> Tile:
     """For latents: heads of 576 numbers, values of 512. Chosen without spills, not measured."""
     if dtype is torch.float32:
@@ -242,8 +249,8 @@ def attend_variant(
 
     group, is_split = query_heads // key_heads, num_queries <= MAX_SPLIT_QUERIES
     has_gate = value_dim is None
-    tile = attend_tile(num_queries * group, head_dim, dtype, is_split, stored is not None)
-    tile = tile if has_gate else latent_tile(num_queries * group, dtype, stored is not None)
+    widths = head_dim, head_dim if value_dim is None else value_dim
+    tile = tile_of(num_queries * group, *widths, dtype, is_split, stored is not None)
     codes = 0 if stored is None else CODES[stored]
     constexprs = attend_constexprs(
         tile, key_heads, group, head_dim, has_tree, is_split, has_gate, codes=codes, value_dim=value_dim

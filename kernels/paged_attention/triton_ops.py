@@ -134,12 +134,6 @@ def _empty_outputs(q: Tensor, pools: _Pools) -> Tensor:
     return torch.empty(*q.shape[:3], pools.value_dim, dtype=q.dtype, device=q.device)
 
 
-def _tile_of(num_rows: int, dim: int, dtype: torch.dtype, pools: _Pools, is_split: bool) -> tiles.Tile:
-    if pools.value_dim != dim:
-        return tiles.latent_tile(num_rows, dtype, pools.codes > 0)
-    return tiles.attend_tile(num_rows, dim, dtype, is_split, is_coded=pools.codes > 0)
-
-
 def _attend_in_parts(
     q: Tensor,
     pools: _Pools,
@@ -152,7 +146,7 @@ def _attend_in_parts(
     batch, num_queries, query_heads, dim = q.shape
     key_heads = pools.key_heads
     num_rows = num_queries * query_heads // key_heads
-    tile = _tile_of(num_rows, dim, q.dtype, pools, is_split=True)
+    tile = tiles.tile_of(num_rows, dim, pools.value_dim, q.dtype, is_split=True, is_coded=pools.codes > 0)
     splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), num_keys)
     parts = torch.empty(splits, *q.shape[:3], pools.value_dim, dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
@@ -183,7 +177,7 @@ def _launch(
     batch, num_queries, query_heads, dim = q.shape
     key_heads, is_split = pools.key_heads, sums is not None
     group = query_heads // key_heads
-    tile = _tile_of(num_queries * group, dim, q.dtype, pools, is_split)
+    tile = tiles.tile_of(num_queries * group, dim, pools.value_dim, q.dtype, is_split, pools.codes > 0)
     roots = seen = None
     seen_b = seen_n = seen_m = num_entries = 0
     if metadata.roots is not None and metadata.seen is not None:

@@ -196,7 +196,7 @@ def fold(
     state,  # [B, Hv, K, V] any float dtype
     records_k,  # [B, R, Hk, K] float32
     records_u,  # [B, R, Hv, V] float32
-    records_decay,  # [B, R, Hv] float32
+    records_decay,  # [B, R, Hv] float32, or [B, R, Hv, K]
     num_pending,  # [B] int64
     out,  # [B, Hv, K, V] any float dtype
     key_dim,
@@ -217,6 +217,7 @@ def fold(
     decay_row_stride,
     decay_record_stride,
     decay_head_stride,
+    decay_dim_stride,  # None: there is a decay for each head
     out_row_stride,
     out_head_stride,
     out_key_stride,
@@ -233,7 +234,8 @@ def fold(
     keys = records_k + row * keys_row_stride + (head // group) * keys_head_stride
     updates = records_u + row * updates_row_stride + head * updates_head_stride
     decay = records_decay + row * decay_row_stride + head * decay_head_stride
-    total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
+    if decay_dim_stride is None:
+        total = path_decay(decay, count, decay_record_stride, BLOCK_RECORDS)
     for first in range(0, key_dim, BLOCK_KEYS):
         at_k = first + tl.arange(0, BLOCK_KEYS)
         is_k = at_k < key_dim
@@ -241,88 +243,39 @@ def fold(
         read = state + row * state_row_stride + head * state_head_stride
         block = tl.load(
             read + at_k[:, None] * state_key_stride + at_v[None, :] * state_value_stride, mask=mask, other=0.0
-        )
-        folded = advance(
-            block.to(tl.float32),
-            keys,
-            updates,
-            decay,
-            count,
-            total,
-            at_k,
-            at_v,
-            is_k,
-            is_v,
-            keys_record_stride,
-            keys_dim_stride,
-            updates_record_stride,
-            updates_dim_stride,
-            decay_record_stride,
-            BLOCK_RECORDS,
-        )
+        ).to(tl.float32)
+        if decay_dim_stride is None:
+            folded = advance(
+                block,
+                keys,
+                updates,
+                decay,
+                count,
+                total,
+                at_k,
+                at_v,
+                is_k,
+                is_v,
+                keys_record_stride,
+                keys_dim_stride,
+                updates_record_stride,
+                updates_dim_stride,
+                decay_record_stride,
+                BLOCK_RECORDS,
+            )
+        else:
+            folded = advance_by_channel(
+                block,
+                keys + at_k * keys_dim_stride,
+                updates + at_v * updates_dim_stride,
+                decay + at_k * decay_dim_stride,
+                count,
+                is_k,
+                is_v,
+                keys_record_stride,
+                updates_record_stride,
+                decay_record_stride,
+            )
         write = out + row * out_row_stride + head * out_head_stride
         stored = as_stored(folded, out.dtype.element_ty)
         tl.store(write + at_k[:, None] * out_key_stride + at_v[None, :] * out_value_stride, stored, mask=mask)
-
-
-@triton.jit
-def fold_by_channel(
-    state,  # [B, Hv, K, V] any float dtype
-    records_k,  # [B, R, Hk, K] float32
-    records_u,  # [B, R, Hv, V] float32
-    records_decay,  # [B, R, Hv, K] float32
-    num_pending,  # [B] int64
-    out,  # [B, Hv, K, V] any float dtype
-    key_dim,
-    value_dim,
-    group,  # value heads of one key head
-    state_row_stride,
-    state_head_stride,
-    state_key_stride,
-    state_value_stride,
-    keys_row_stride,
-    keys_record_stride,
-    keys_head_stride,
-    keys_dim_stride,
-    updates_row_stride,
-    updates_record_stride,
-    updates_head_stride,
-    updates_dim_stride,
-    decay_row_stride,
-    decay_record_stride,
-    decay_head_stride,
-    decay_dim_stride,
-    out_row_stride,
-    out_head_stride,
-    out_key_stride,
-    out_value_stride,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_VALUES: tl.constexpr,
-):
-    """As ``fold``, with a log decay for each key of a record."""
-    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at_v = tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
-    is_v = at_v < value_dim
-    count = tl.load(num_pending + row).to(tl.int32)
-    updates = records_u + row * updates_row_stride + head * updates_head_stride + at_v * updates_dim_stride
-    for first in range(0, key_dim, BLOCK_KEYS):
-        at_k = first + tl.arange(0, BLOCK_KEYS)
-        is_k = at_k < key_dim
-        mask = is_k[:, None] & is_v[None, :]
-        read = state + row * state_row_stride + head * state_head_stride
-        read += at_k[:, None] * state_key_stride + at_v[None, :] * state_value_stride
-        folded = advance_by_channel(
-            tl.load(read, mask=mask, other=0.0).to(tl.float32),
-            records_k + row * keys_row_stride + (head // group) * keys_head_stride + at_k * keys_dim_stride,
-            updates,
-            records_decay + row * decay_row_stride + head * decay_head_stride + at_k * decay_dim_stride,
-            count,
-            is_k,
-            is_v,
-            keys_record_stride,
-            updates_record_stride,
-            decay_record_stride,
-        )
-        write = out + row * out_row_stride + head * out_head_stride
-        write += at_k[:, None] * out_key_stride + at_v[None, :] * out_value_stride
-        tl.store(write, as_stored(folded, out.dtype.element_ty), mask=mask)

@@ -26,11 +26,9 @@ class Tile:
     num_warps: int
     num_stages: int = 1
 
-
-def constexprs(kernel: Any, tile: Tile) -> dict[str, int]:
-    """Constants of a launch: those that ``kernel`` has as parameters."""
-    sizes = {"BLOCK_KEYS": tile.keys, "BLOCK_VALUES": tile.values, "BLOCK_RECORDS": RECORDS}
-    return {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    @property
+    def constexprs(self) -> dict[str, int]:
+        return {"BLOCK_KEYS": self.keys, "BLOCK_VALUES": self.values, "BLOCK_RECORDS": RECORDS}
 
 
 def fold_tile(key_dim: int, value_dim: int) -> Tile:
@@ -62,8 +60,8 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         return out
     tile = fold_tile(key_dim, value_dim)
     grid = -(-value_dim // tile.values), heads, batch
-    kernel = triton_kernels.fold if decay.dim() == 3 else triton_kernels.fold_by_channel
-    kernel[grid](
+    of_channels = (None,) if decay.dim() == 3 else ()
+    triton_kernels.fold[grid](
         state,
         k,
         u,
@@ -77,8 +75,9 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         *k.stride(),
         *u.stride(),
         *decay.stride(),
+        *of_channels,
         *out.stride(),
-        **constexprs(kernel, tile),
+        **tile.constexprs,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -87,23 +86,22 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
 
 def variants() -> list[Variant]:
     """The folds of states in float32 and bfloat16, for the heads of the models there are."""
-    by_head, by_channel = triton_kernels.fold, triton_kernels.fold_by_channel
     return [
-        _fold_variant("fold", by_head, "fp32", 128, 128),
-        _fold_variant("fold", by_head, "bf16", 128, 128),
-        _fold_variant("fold", by_head, "fp32", 64, 64),
-        _fold_variant("fold by channel", by_channel, "fp32", 128, 128),
+        _fold_variant("fold", "fp32", 128, 128),
+        _fold_variant("fold", "bf16", 128, 128),
+        _fold_variant("fold", "fp32", 64, 64),
+        _fold_variant("fold by channel", "fp32", 128, 128, by_channel=True),
     ]
 
 
-def _fold_variant(what: str, kernel: Any, dtype: str, key_dim: int, value_dim: int) -> Variant:
+def _fold_variant(what: str, dtype: str, key_dim: int, value_dim: int, by_channel: bool = False) -> Variant:
     pointers = {"state": dtype, "records_k": "fp32", "records_u": "fp32", "records_decay": "fp32"}
     pointers |= {"num_pending": "i64", "out": dtype}
-    of_decay = "decay_head_stride" if kernel is triton_kernels.fold else "decay_dim_stride"
-    inner = dict.fromkeys(("state_value_stride", "keys_dim_stride", "updates_dim_stride", of_decay), 1)
+    of_decay = {"decay_dim_stride": 1} if by_channel else {"decay_head_stride": 1, "decay_dim_stride": None}
+    inner = dict.fromkeys(("state_value_stride", "keys_dim_stride", "updates_dim_stride", "out_value_stride"), 1)
     tile, name = fold_tile(key_dim, value_dim), f"{what} {dtype} K={key_dim} V={value_dim}"
-    constants = {**constexprs(kernel, tile), **inner, "out_value_stride": 1}
-    return variant(name, kernel, pointers, constants, tile.num_warps, tile.num_stages)
+    constants = {**tile.constexprs, **inner, **of_decay}
+    return variant(name, triton_kernels.fold, pointers, constants, tile.num_warps, tile.num_stages)
 
 
 def variant(

@@ -302,7 +302,6 @@ def give_back_behind(layers: Tensor, count: int) -> None:
     The system may use huge pages for these entries, and uses none that would reach behind them.
     """
     for layer in layers if layers.is_cpu else ():
-        begin, end = layer.data_ptr(), layer[count:].data_ptr() if count < len(layer) else 0
-        limit = begin + layer.nbytes
-        end_huge_pages_at(begin, end or limit, limit)
+        begin = layer.data_ptr()
+        end_huge_pages_at(begin, begin + layer[:count].nbytes, begin + layer.nbytes)
         give_back_zeros(layer[count:])

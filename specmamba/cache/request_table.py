@@ -225,7 +225,7 @@ class TokenCounts:
         mask[row].zero_()
         mask[row, torch.tensor(prompt, device=self._device)] = True
         self._rows.add(row)
-        self.add(row, output)
+        self.add([row], [output])
 
     def _make(self) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):  # made in a step, but also written by aborts outside of one
@@ -237,12 +237,8 @@ class TokenCounts:
         """Whether any row is counted."""
         return bool(self._rows)
 
-    def add(self, row: int, tokens: Sequence[int]) -> None:
-        """Count new output tokens; nothing happens for a row that ``begin`` was not called for."""
-        self.add_all([row], [tokens])
-
-    def add_all(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Do ``add`` for several rows, in one copy to the device."""
+    def add(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Count new output tokens, in one copy to the device; rows that ``begin`` was not called for are left out."""
         size = self._size[1]
         places = [
             row * size + token for row, ids in zip(rows, tokens, strict=True) if row in self._rows for token in ids

@@ -447,7 +447,7 @@ class Engine:
         news = [self._advance(request, result) for request, result in zip(step.requests, results, strict=True)]
         if self.pools.counts.is_used:
             told = [each for each in news if isinstance(each, StepNews)]
-            self.pools.counts.add_all([each.request.held_row for each in told], [each.tokens for each in told])
+            self.pools.counts.add([each.request.held_row for each in told], [each.tokens for each in told])
         ended = [request for request, each in zip(step.requests, news, strict=True) if has_ended(each)]
         if ended:
             self._end(ended)

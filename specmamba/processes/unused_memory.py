@@ -34,8 +34,8 @@ def give_back_pages(address: int, num_bytes: int) -> int:
     Returns:
         The bytes that were given back; 0 where the system has no such call, and the content stays.
     """
-    page = mmap.PAGESIZE
-    first, last = -(-address // page) * page, (address + num_bytes) // page * page
+    first = -(-address // SYSTEM_PAGE) * SYSTEM_PAGE
+    last = (address + num_bytes) // SYSTEM_PAGE * SYSTEM_PAGE
     if last <= first or sys.platform != "linux":
         return 0
     status = _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
@@ -49,9 +49,9 @@ def end_huge_pages_at(begin: int, end: int, limit: int) -> None:
     """
     if sys.platform != "linux":
         return
-    page = mmap.PAGESIZE
-    first, border = -(-begin // page) * page, max(-(-begin // page) * page, end // HUGE_PAGE * HUGE_PAGE)
-    for start, stop, advice in ((first, border, _HUGE_PAGES), (border, limit // page * page, _NO_HUGE_PAGES)):
+    first, last = -(-begin // SYSTEM_PAGE) * SYSTEM_PAGE, limit // SYSTEM_PAGE * SYSTEM_PAGE
+    border = max(first, end // HUGE_PAGE * HUGE_PAGE)
+    for start, stop, advice in ((first, border, _HUGE_PAGES), (border, last, _NO_HUGE_PAGES)):
         if stop > start:
             _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
 

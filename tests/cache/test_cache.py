@@ -641,9 +641,9 @@ class TestTokenCounts:
         counts = TokenCounts(3, 10, CPU)
         counts.begin(1, [4, 4, 2], [])
         counts.begin(3, [1], [7, 7])
-        counts.add(1, [5, 5, 9])
-        counts.add(3, [7, 0])
-        counts.add(2, [1, 1])  # never begun: a request without penalties
+        counts.add([1], [[5, 5, 9]])
+        counts.add([3], [[7, 0]])
+        counts.add([2], [[1, 1]])  # never begun: a request without penalties
         outputs, prompts = counts.of(torch.tensor([3, 1, 2]))
         assert outputs.tolist() == [
             [1, 0, 0, 0, 0, 0, 0, 3, 0, 0],
@@ -655,13 +655,13 @@ class TestTokenCounts:
     def test_rows_at_once(self) -> None:
         """Those that are not counted are left out."""
         counts = TokenCounts(3, 4, CPU)
-        counts.add_all([1, 2], [[0], [1]])
+        counts.add([1, 2], [[0], [1]])
         was_used = counts.is_used
         for row in (1, 3):
             counts.begin(row, [0], [])
         for _ in range(3):  # the memory of copies is used again
-            counts.add_all([1, 2, 3], [[3, 3], [0], [1]])
-        counts.add_all([1, 3], [[], []])
+            counts.add([1, 2, 3], [[3, 3], [0], [1]])
+        counts.add([1, 3], [[], []])
         assert (was_used, counts.is_used) == (False, True)
         assert counts.of(torch.arange(4))[0].tolist() == [[0] * 4, [0, 0, 0, 6], [0] * 4, [0, 3, 0, 0]]
 
@@ -670,7 +670,7 @@ class TestTokenCounts:
         counts.begin(1, [0], [1])
         counts.end(1)
         counts.end(1)
-        counts.add(1, [2])  # the next request of this row has no penalties
+        counts.add([1], [[2]])  # the next request of this row has no penalties
         outputs, prompts = counts.of(torch.tensor([1]))
         assert not outputs.any()
         assert not prompts.any()
@@ -688,7 +688,7 @@ class TestTokenCounts:
         counts = TokenCounts(2, 4, CPU)
         with torch.inference_mode():
             counts.begin(1, [0], [])
-            counts.add(1, [2, 3])
+            counts.add([1], [[2, 3]])
         counts.end(1)
         assert not counts.of(torch.tensor([1]))[0].any()
 

@@ -169,8 +169,8 @@ class Demand:
     @property
     def end_bytes(self) -> int:
         """Bytes behind the ends of elastic pools: pages of the system that are used in part."""
-        has_scales = 2 if self.shape.kv_dtype is None else 4
-        return self.end_page * (has_scales * self.shape.num_kv_layers + 2 * self.shape.num_state_layers + 1)
+        tensors = 2 if self.shape.kv_dtype is None else 4  # of a layer: keys and values, and scales of either
+        return self.end_page * (tensors * self.shape.num_kv_layers + 2 * self.shape.num_state_layers + 1)
 
     def with_ends(self, end_page: int) -> Demand:
         """Copy for elastic pools in pages of the system of so many bytes."""
