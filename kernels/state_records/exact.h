@@ -6,112 +6,13 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
-#include "state_records/chunk.h"
+#include "state_records/exact_rows.h"
 #include "state_records/paths.h"
 #include "state_records/state.h"
 
 namespace specmamba {
-
-constexpr int kExactVectors = 4;  // columns at a time: their part of a state stays in L1
-
-// Factors of a state's rows, from log decays; what is not finite becomes NaN, since no record can express it.
-inline void put_factors(const float* log_decays, int64_t size, float* factors) {
-  for_vectors(size, [&](int64_t i, auto lanes) {
-    const Vector given = load(log_decays + i, lanes);
-    const Vector nan = broadcast(std::numeric_limits<float>::quiet_NaN());
-    store(factors + i, chosen(is_finite(given), decay_of(given), nan), lanes);
-  });
-}
-
-// Records of one head, oldest first. Distances are in elements.
-struct ExactRecords {
-  const float *keys, *updates, *factors;
-  int64_t count, keys_record, updates_record, factors_record;
-  int64_t factor_row;  // 1: each row of the state has its own factor; 0: one for all
-
-  float factor(int64_t j, int64_t row) const { return factors[j * factors_record + row * factor_row]; }
-};
-
-// to = from, and then to = factor to + k u^T for one record after the other, on Rows rows of a state.
-template <int Rows, int Vectors, typename Lanes>
-inline void add_records_to(const ExactRecords& records, const float* from, int64_t from_row, float* to, int64_t to_row,
-                           int64_t row, int64_t column, Lanes lanes) {
-  Vector s[Rows][Vectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) s[r][c] = load(from + (row + r) * from_row + c * kLanes, lanes);
-  for (int64_t j = 0; j < records.count; ++j) {
-    const float *k = records.keys + j * records.keys_record + row, *u = records.updates + j * records.updates_record + column;
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) {
-      const Vector u_j = load(u + c * kLanes, lanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) s[r][c] = fma(broadcast(k[r]), u_j, broadcast(records.factor(j, row + r)) * s[r][c]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) store(to + (row + r) * to_row + c * kLanes, s[r][c], lanes);
-}
-
-// On all rows of some columns, from `column` on; `from` and `to` begin there, and may be the same.
-template <int Vectors, typename Lanes>
-inline void add_records(const ExactRecords& records, const float* from, int64_t from_row, float* to, int64_t to_row,
-                        int64_t rows, int64_t column, Lanes lanes) {
-  int64_t i = 0;
-  for (; i + 2 <= rows; i += 2) add_records_to<2, Vectors>(records, from, from_row, to, to_row, i, column, lanes);
-  if (i < rows) add_records_to<1, Vectors>(records, from, from_row, to, to_row, i, column, lanes);
-}
-
-// A token of one head: what it is given, [K] or [V], and where its update and its output go.
-struct ExactToken {
-  const float *key, *query, *factors, *value;
-  float *update, *output;
-  float beta;
-  int64_t factor_row;
-};
-
-// to = S' = a S + k u^T with S = from, and output = q S'. With the delta rule u = beta (v - k a S); else it is given.
-template <bool IsDelta, int Vectors, typename Lanes>
-inline void take_token(const ExactToken& x, const float* from, int64_t from_row, float* to, int64_t to_row, int64_t rows,
-                       int64_t column, Lanes lanes) {
-  Vector u[Vectors], out[Vectors];
-  if constexpr (IsDelta) {
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) u[c] = zero();
-    for (int64_t i = 0; i < rows; ++i) {
-      const Vector k = broadcast(x.key[i]), factor = broadcast(x.factors[i * x.factor_row]);
-#pragma GCC unroll 8
-      for (int c = 0; c < Vectors; ++c) u[c] = fma(k, factor * load(from + i * from_row + c * kLanes, lanes), u[c]);
-    }
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) {
-      u[c] = broadcast(x.beta) * (load(x.value + column + c * kLanes, lanes) - u[c]);
-      store(x.update + column + c * kLanes, u[c], lanes);
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) u[c] = load(x.update + column + c * kLanes, lanes);
-  }
-#pragma GCC unroll 8
-  for (int c = 0; c < Vectors; ++c) out[c] = zero();
-  for (int64_t i = 0; i < rows; ++i) {
-    const Vector k = broadcast(x.key[i]), q = broadcast(x.query[i]), factor = broadcast(x.factors[i * x.factor_row]);
-#pragma GCC unroll 8
-    for (int c = 0; c < Vectors; ++c) {
-      const Vector s = fma(k, u[c], factor * load(from + i * from_row + c * kLanes, lanes));
-      store(to + i * to_row + c * kLanes, s, lanes);
-      out[c] = fma(q, s, out[c]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int c = 0; c < Vectors; ++c) store(x.output + column + c * kLanes, out[c], lanes);
-}
 
 // Where the states behind a tree's nodes lie: a node that is the last to continue its parent takes the parent's block, and
 // blocks of nodes that none continues are used again, so a chain has one block. Block 0 is the state before the tree.
@@ -135,6 +36,8 @@ class ExactBlocks {
   int64_t count() const { return count_; }
   int64_t behind(int64_t node) const { return places_[node]; }
   int64_t before(int64_t node) const { return parents_[node] < 0 ? 0 : places_[parents_[node]]; }
+  int64_t parent(int64_t node) const { return parents_[node]; }
+  bool is_leaf(int64_t node) const { return last_child_[node + 1] < 0; }
 
  private:
   int64_t take() {
@@ -194,13 +97,40 @@ class ExactTree {
     constexpr int64_t kWidth = Vectors * kLanes;
     const int64_t size = key_dim_ * kWidth;
     const ExactRecords pending{keys_.data(), updates_.data(), factors_.data(), pending_, key_dim_, value_dim_, decay_dim_, ByChannel};
-    add_records<Vectors>(pending, state.data + column, value_dim_, states_.data(), kWidth, key_dim_, column, lanes);
+    Vector sums[Vectors];
+#pragma GCC unroll 8
+    for (int c = 0; c < Vectors; ++c) sums[c] = zero();
+    const ExactToken root = token(0);
+    add_records<Vectors>(pending, state.data + column, value_dim_, states_.data(), kWidth, key_dim_, column, lanes,
+                         [&](int64_t row, const Vector* s) {
+                           if constexpr (IsDelta) add_key_products<Vectors>(root, row, s, sums);
+                         });
+    // While the first node is computed, what is read next comes nearer: other columns, or the head that follows.
+    const float* ahead = column + kWidth < value_dim_ ? state.data + column + kWidth : state.data + key_dim_ * value_dim_;
+    bool is_summed = true;
     for (int64_t i = 0; i < nodes_; ++i) {
-      const int64_t row = pending_ + i;
-      const ExactToken token{key(row), query(i), factors(row), value(i), update(row), output(i), betas_[i], ByChannel};
-      take_token<IsDelta, Vectors>(token, &states_[blocks_.before(i) * size], kWidth, &states_[blocks_.behind(i) * size],
-                                   kWidth, key_dim_, column, lanes);
+      const ExactToken x = token(i), next = token(std::min(i + 1, nodes_ - 1));
+      const float* from = &states_[blocks_.before(i) * size];
+      float* to = &states_[blocks_.behind(i) * size];
+      if (IsDelta && !is_summed) sum_key_products<Vectors>(x, from, kWidth, key_dim_, sums, lanes);
+      is_summed = IsDelta && i + 1 < nodes_ && blocks_.parent(i + 1) == i;
+      const auto take = [&](auto then) {
+        take_token<IsDelta, decltype(then), Vectors>(x, next, from, kWidth, to, kWidth, key_dim_, column,
+                                                     i == 0 ? ahead : nullptr, value_dim_, sums, lanes);
+      };
+      if (blocks_.is_leaf(i)) {
+        take(Nothing{});
+      } else if (is_summed) {
+        take(StoredAndSummed{});
+      } else {
+        take(Stored{});
+      }
     }
+  }
+
+  ExactToken token(int64_t i) {
+    const int64_t row = pending_ + i;
+    return {key(row), query(i), factors(row), value(i), update(row), output(i), betas_[i], ByChannel};
   }
 
   int64_t nodes_, pending_, key_dim_, value_dim_, decay_dim_;
@@ -247,12 +177,31 @@ class ExactChunk {
   void advance_columns(float* state, int64_t column, Lanes lanes) {
     constexpr int64_t kWidth = Vectors * kLanes;
     const ExactRecords none{};
-    add_records<Vectors>(none, state, value_dim_, state_.data(), kWidth, key_dim_, column, lanes);
+    Vector sums[Vectors];
+#pragma GCC unroll 8
+    for (int c = 0; c < Vectors; ++c) sums[c] = zero();
+    const ExactToken first = token(0);
+    add_records<Vectors>(none, state, value_dim_, state_.data(), kWidth, key_dim_, column, lanes,
+                         [&](int64_t row, const Vector* s) {
+                           if (IsDelta && size_ > 0) add_key_products<Vectors>(first, row, s, sums);
+                         });
     for (int64_t i = 0; i < size_; ++i) {
-      const ExactToken token{key(i), query(i), factors(i), value(i), value(i), output(i), betas_[i], ByChannel};
-      take_token<IsDelta, Vectors>(token, state_.data(), kWidth, state_.data(), kWidth, key_dim_, column, lanes);
+      const ExactToken x = token(i), next = token(std::min(i + 1, size_ - 1));
+      const auto take = [&](auto then) {
+        take_token<IsDelta, decltype(then), Vectors>(x, next, state_.data(), kWidth, state_.data(), kWidth, key_dim_,
+                                                     column, nullptr, 0, sums, lanes);
+      };
+      if (IsDelta && i + 1 < size_) {
+        take(StoredAndSummed{});
+      } else {
+        take(Stored{});
+      }
     }
     add_records<Vectors>(none, state_.data(), kWidth, state, value_dim_, key_dim_, column, lanes);
+  }
+
+  ExactToken token(int64_t i) {
+    return {key(i), query(i), factors(i), value(i), value(i), output(i), betas_[i], ByChannel};
   }
 
   int64_t key_dim_, value_dim_, decay_dim_, size_;

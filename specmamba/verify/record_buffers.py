@@ -23,6 +23,9 @@ from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.state_records import RecordOperands, RowSet
 from specmamba.verify.state_buffers import HostVerifySlots, Lease, StateBuffers, VerifyPlan, VerifySlots, conv_index
 
+# Exact arithmetic takes the pending records of a row one after the other in each verify, so it pays to fold sooner.
+MOST_EXACT_PENDING = 3
+
 
 @dataclass(frozen=True, slots=True)
 class RecordPlan(VerifyPlan):
@@ -123,6 +126,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Fold the rows whose pending list might overflow: now, in the plan or in the verify."""
         # where the verify folds, all of its nodes may be accepted, and the next one must fit behind them
         room = self.capacity - num_nodes - (self.max_nodes if self.folds_in_verify else 0)
+        if self._all_layers.is_exact:
+            room = min(room, MOST_EXACT_PENDING)
         full = tuple(row for row in rows if self._num_pending[row] > room)
         if not (self.folds_in_verify or (is_captured and self.folds_in_plan)):
             self._fold(full)
