@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: a description without dead links, and wheels with kernels that are compiled.
 
-The latter where ``SPECMAMBA_BUILD_NATIVE=1`` asks for them.
+The latter where ``SPECMAMBA_BUILD_NATIVE=1`` asks for them, or names instruction sets: ``avx2,avx512_bf16``.
 """
 
 import os
@@ -15,6 +15,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 LIBRARIES = "specmamba/kernels/native/libraries"
+ASKED_FOR = os.environ.get("SPECMAMBA_BUILD_NATIVE", "")
 
 
 def description() -> str:
@@ -43,7 +44,7 @@ class BuildKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        kernel_builder().build(Path(self.build_lib) / LIBRARIES)
+        kernel_builder().build(Path(self.build_lib) / LIBRARIES, () if ASKED_FOR == "1" else ASKED_FOR.split(","))
 
 
 class PlatformWheel(bdist_wheel):
@@ -58,7 +59,5 @@ class PlatformWheel(bdist_wheel):
 setup(
     long_description=description(),
     long_description_content_type="text/markdown",
-    cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel}
-    if os.environ.get("SPECMAMBA_BUILD_NATIVE") == "1"
-    else {},
+    cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel} if ASKED_FOR not in ("", "0") else {},
 )

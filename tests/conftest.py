@@ -19,6 +19,8 @@ with suppress(ImportError):  # tests of kernels run where it is missing, as on a
     settings.load_profile("specmamba")
 
 
+MANY = 6  # cases of one test
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported: they run on the CPU, line by line
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it where algorithms are deterministic
@@ -52,11 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_slow_cases(items: list[pytest.Item]) -> None:
-    """Mark the cases that ``fast_cases`` leaves to the slow tier.
+    """Mark the cases that ``fast_cases`` leaves to the slow tier, and take out those that only a full run has.
 
     ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
-    whose id contains one of the strings.
+    whose id contains one of the strings. Of more than ``MANY`` others the slow tier has every second one.
     """
+    left_out = set()
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("fast_cases"):
@@ -69,9 +72,12 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
             kept = [of_one[i * len(of_one) // count] for i in range(min(count, len(of_one)))]
         else:
             kept = [item for item in of_one if any(part in item.nodeid.partition("[")[2] for part in mark.args)]
-        for item in of_one:
-            if item not in kept:
-                item.add_marker(pytest.mark.slow)
+        others = [item for item in of_one if item not in kept]
+        for item in others:
+            item.add_marker(pytest.mark.slow)
+        if len(others) > MANY and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
+            left_out.update(others[1::2])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,17 +21,26 @@ _LINK = ("-shared", "-s", "-Wl,--gc-sections")
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 
 
-def build(folder: Path) -> list[Path]:
-    """Compile all kernels for every instruction set of this kind of processor, also for those that this one lacks.
+def build(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Compile all kernels for instruction sets of this kind of processor, also for those that this one lacks.
+
+    Args:
+        folder: that the libraries are written to.
+        names: of instruction sets; none: all of them.
 
     Raises:
-        NativeUnavailableError: no compiler, a failed build, or a processor of another kind.
+        NativeUnavailableError: no compiler, a failed build, an unknown name, or a processor of another kind.
     """
     if not LEVELS:
         raise NativeUnavailableError(f"there are no kernels for processors of the kind {MACHINE}")
+    known = [level.name for level in LEVELS]
+    if unknown := sorted(set(names) - set(known)):
+        raise NativeUnavailableError(f"{', '.join(unknown)}: instruction sets of {MACHINE} are {', '.join(known)}")
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
-    return [_build(level, compiler, folder / shipped_name(level)) for level in LEVELS]
+    return [
+        _build(level, compiler, folder / shipped_name(level)) for level in LEVELS if not names or level.name in names
+    ]
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:

@@ -71,13 +71,12 @@ def test_a_type_checker_accepts_what_works_and_names_what_does_not(
 ) -> None:
     monkeypatch.setenv("MYPYPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)  # no settings of this repository
-    found = {}
     for name, code in (("good", GOOD), ("bad", BAD)):
         (tmp_path / f"{name}.py").write_text(code)
-        options = ["--follow-imports=silent", "--ignore-missing-imports", "--explicit-package-bases"]
-        out, err, _ = api.run([*options, f"{name}.py"])
-        assert err == ""
-        found[name] = [line for line in out.splitlines() if line.startswith(f"{name}.py")]
+    options = ["--follow-imports=silent", "--ignore-missing-imports", "--explicit-package-bases"]
+    out, err, _ = api.run([*options, "good.py", "bad.py"])
+    assert err == ""
+    found = {name: [line for line in out.splitlines() if line.startswith(f"{name}.py")] for name in ("good", "bad")}
     assert [line.partition(": ")[2] for line in found["good"]] == [
         'note: Revealed type is "typing.Iterator[specmamba.core.OutputDelta]"'
     ]

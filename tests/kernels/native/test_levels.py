@@ -17,17 +17,17 @@ from specmamba.kernels.native.cpp_compiler import run_compiler
 from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
 from tests.conftest import pytest_report_header
 from tests.pairwise import IS_FULL
-from tests.thinned import EVERY_FIFTH
+from tests.thinned import EVERY_FIFTH, EVERY_TENTH
 
 PARTS = {
-    "operators": ["tests/kernels", "--ignore=tests/kernels/triton", *EVERY_FIFTH],
-    "exact texts": ["tests/models/test_families_exact.py"],
+    "operators": ["tests/kernels", "--ignore=tests/kernels/triton", *EVERY_TENTH],
+    "exact texts": ["tests/models/test_families_exact.py", *EVERY_FIFTH],
 }
 if IS_FULL:
     PARTS["exact texts"] += ["tests/verify", "tests/models/test_families_parity.py"]
 
 _BELOW = [level.name for level in available_levels()[1:]]
-# A fifth of the operators' cases on the lowest level, all on every level below the best in a full run; texts, which
+# A tenth of the operators' cases on the lowest level, all on every level below the best in a full run; texts, which
 # take minutes, on the lowest, whose vectors are others.
 LOWER = [(level, "operators") for level in (_BELOW if IS_FULL else _BELOW[-1:])]
 LOWER += [(level, "exact texts") for level in _BELOW[-1:]]

@@ -188,7 +188,8 @@ print(json.dumps(wrong + [difference.text for difference in differences if diffe
 @pytest.mark.parametrize(("part", "target"), list(enumerate(SAMPLED)))
 @pytest.mark.slow
 def test_some_variants_are_as_the_table_says(part: int, target: str) -> None:
-    assert compile_sample(target, sample(part)) == []
+    """Every second of a part: the others are compiled by a full run alone, as is each for the other targets."""
+    assert compile_sample(target, sample(part)[part % 2 :: 2]) == []
 
 
 def compile_sample(target: str, jobs: Sequence[Job], version: str = "", path: Path | None = None) -> list[str]:
