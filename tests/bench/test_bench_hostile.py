@@ -97,10 +97,10 @@ def test_unknown_attacks_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    flags = ["--hostile", "--attack-seconds", "1", "--attack", "half-closed", "--attack", "stalled log"]
+    flags = ["--hostile", "--attack-seconds", "1", "--attack", "stalled log"]
     soak.main([*flags, "--json", str(file), "--dtype", "float32"])  # its bounds on time are not for a busy machine
     report = json.loads(file.read_text())
-    assert set(report["attacks"]) == {"half-closed", "stalled log"}
+    assert set(report["attacks"]) == {"stalled log"}
     for own in report["attacks"].values():
         assert own["end"]["exit_status"] == 0
         assert own["attacked"]["answers"]
