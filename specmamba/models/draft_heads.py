@@ -109,7 +109,7 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
         shares = is_shape and _is_of_target(reader, EMBEDDING, target_folder, options)
         weights = HeadWeights(config, reader, options, folder, target.cache_shape.num_kv_layers, shares)
         head: EagleHead | Eagle3Head | DFlashHead
-        ignored = NOT_READ
+        ignored: tuple[str, ...] = NOT_READ
         if is_block:
             head = DFlashHead(weights, body, target.num_layers, architecture)
             ignored = (*NOT_READ_OF_BLOCKS, *_copies(reader, target_folder, options))

@@ -98,7 +98,7 @@ def _convolved(x: Tensor, base: Tensor, kernels: Tensor) -> Tensor:
     length, num_groups = x.shape[1], kernels.shape[3]
     weights = base.unflatten(-1, (num_groups, -1)) + kernels[..., None]
     grouped = x.unflatten(-1, (num_groups, -1))
-    y = weights[:, :, 0] * grouped
+    y: Tensor = weights[:, :, 0] * grouped
     for tap in range(1, min(len(base), length)):
         y = y + weights[:, :, tap] * F.pad(grouped[:, : length - tap], (0, 0, 0, 0, tap, 0))
     return y.flatten(2)
