@@ -140,7 +140,8 @@ def _drafting(info: Info) -> Iterator[Row]:
     else:
         where = "in the checkpoint" if draft["path"] is None else draft["path"]
         size = f"{_count(draft['parameters'])} parameters, {readable(draft['weight_bytes'])}"
-        yield "draft", f"{draft['kind']} {where}: {_layers(draft['layers'])}; {size}"
+        variant = f" ({draft['variant']})" if "variant" in draft else ""
+        yield "draft", f"{draft['kind']} {where}{variant}: {_layers(draft['layers'])}; {size}"
     if chosen["algorithm"] == "none":
         yield "these flags draft", "nothing"
     else:

@@ -31,7 +31,7 @@ from specmamba.layers.mamba1 import Mamba1
 from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
-from specmamba.models.base import DraftKind, LoadedModel, Models
+from specmamba.models.base import BlockHead, DraftKind, LoadedModel, Models
 from specmamba.models.dflash import BlockAttention
 from specmamba.version import __version__
 
@@ -156,6 +156,8 @@ def _draft(config: EngineConfig, models: Models, alone: LoadedModel) -> dict[str
         }
     both, seen = models.target, set[int]()
     _layers(both.target, seen)  # a head may refer to its target, whose layers are not counted again
+    if isinstance(both.draft_head, BlockHead):
+        where["variant"] = both.draft_head.variant
     return where | {
         "parameters": both.num_parameters - alone.num_parameters,
         "weight_bytes": both.weight_bytes - alone.weight_bytes,

@@ -85,13 +85,14 @@ SPECULATIVE_FIELDS = {
 METHODS = {
     **{name: name for name in ("ngram", "suffix", "eagle", "eagle3", "dflash", "mtp")},
     "draft_model": "draft-model",
+    "dspark": "dflash",
 }
 
 # of settings that have the same name
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8": "fp8_e4m3", "fp8_per_token_head": "fp8_e4m3", "int8_per_token_head": "int8"},
-    "speculative_algorithm": {"nextn": "mtp", "standalone": "draft-model"},
+    "speculative_algorithm": {"nextn": "mtp", "standalone": "draft-model", "dspark": "dflash"},
 }
 OTHER_PARAMS = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}  # of SamplingParams, SGLang's
 # Of requests over HTTP; they are refused, and the refusal names the field here.

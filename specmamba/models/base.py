@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -102,16 +103,50 @@ class DraftHead(Protocol):
         """Apply the output head to [..., H']: [..., V] over the target's vocabulary, -inf for tokens never drafted."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """Which keys the attention layers of a block see; several layers may have the same view."""
+
+    window: int | None = None  # W: a token at position p sees no key before p - W + 1; None: all of the context
+    is_causal: bool = False  # a token of the block sees those of the block before it alone, not those behind it
+
+
+class TokenLinks(Protocol):
+    """How the token of a node changes the distribution of its children, which a block alone does not know."""
+
+    state_size: int  # S, numbers that a path carries from node to node; 0: a node's token alone counts
+    latent_size: int  # R
+
+    def latent(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Look at nodes of one depth.
+
+        Args:
+            tokens: [B, F] int64, of the nodes.
+            hidden: [B, 1, H], of the block where their children are predicted.
+            state: [B, F, S], carried by the paths down to their parents; zeros above the root.
+
+        Returns:
+            What ``logits`` needs of them [B, F, R], and the states [B, F, S] behind them.
+        """
+
+    def logits(self, marginal: Tensor, latent: Tensor) -> Tensor:
+        """Logits [B, F, V] of the nodes' children, from those [B, 1, V] that the block has and ``latent`` [B, F, R]."""
+
+
 @runtime_checkable
 class BlockHead(Protocol):
-    """A head that drafts a block of tokens in one pass, each for itself, from the target's features: DFlash.
+    """A head that drafts a block of tokens in one pass, from the target's features: DFlash, DSpark, DFlash2.
 
     Its keys and values at a position that the target has run depend on the target's features there alone. They are in
     the target's KV pool at that position, so requests with a common prefix share them too.
     """
 
+    variant: str  # in words
     width: int  # H, of context vectors and hidden states
-    block_size: int  # of the largest block, the root included
+    block_size: int  # of the largest draft, the root included
+    drafts_at_root: bool  # a token is predicted where the one before it stands, the first at the root: no mask for it
+    views: tuple[KeyView, ...]  # of its layers, each once
+    links: TokenLinks | None  # None: the tokens of a block do not know each other
 
     def combine(self, features: Tensor) -> Tensor:
         """Turn the target's features [..., F] into context vectors [..., H]."""
@@ -119,11 +154,20 @@ class BlockHead(Protocol):
     def remember(self, vectors: Tensor, context: ForwardContext) -> None:
         """Store keys and values of context vectors [B, L, H] at the positions of ``context``."""
 
-    def forward(self, roots: Tensor, context: ForwardContext) -> Tensor:
-        """Run blocks on the roots [B] at positions [B, L]: hidden states [B, L - 1, H] at those behind the roots."""
+    def forward(self, roots: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
+        """Run blocks on roots.
+
+        Args:
+            roots: [B] int64.
+            contexts: for every one of ``views``, at the same positions [B, L]: of the roots, and of L - 1 masks.
+
+        Returns:
+            Hidden states [B, D, H] that predict the D tokens behind the roots: D = L where ``drafts_at_root``, else
+            L - 1.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the output head to [..., H]: [..., V], for the token at the same position."""
+        """Apply the output head to [..., H]: [..., V], for the tokens that these states predict."""
 
 
 @dataclass(frozen=True, slots=True)

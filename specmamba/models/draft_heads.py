@@ -1,7 +1,7 @@
 """Loading of draft heads that are checkpoints of their own and fit a target of any family.
 
-Three layouts are read, all safetensors with a config.json that has the fields of a Llama config. ``specmamba train
-draft`` writes the second one, so that other runtimes can load its heads too.
+These layouts are read, all safetensors with a config.json that has the fields of a Llama config. ``specmamba train
+draft`` writes the second and the third one, so that other runtimes can load its heads too.
 
 **EAGLE** (``eagle.py``; ``"architectures": ["LlamaForCausalLMEagle"]`` and others). Tensors: ``fc.weight`` [H, 2 H]
 and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order; ``layers.i.`` with
@@ -16,7 +16,17 @@ i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not re
 **DFlash** (``dflash/``; ``DFlashDraftModel``, or a ``dflash_config``). Tensors: ``fc.weight`` [H, K H] over the
 features of K layers, ``hidden_norm.weight``; ``layers.i.`` of Qwen3 with ``self_attn.{q,k,v,o}_proj`` and
 ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``, ``input_layernorm``, ``post_attention_layernorm``; and
-``norm.weight``. Embedding and output head are the target's, so neither is stored.
+``norm.weight``. Embedding and output head are the target's; copies of them may be stored, and are not read.
+
+**DSpark** (``dflash/``; ``Qwen3DSparkModel``, ``DSparkDraftModel``). DFlash's tensors, and with a Markov head of rank R
+``markov_head.markov_w1.weight`` and ``markov_head.markov_w2.weight`` [V, R]; of the gated kind
+``markov_head.gate_proj.{weight,bias}`` [R, H + R], over the hidden state and a row of w1; of the kind rnn
+``markov_head.joint_proj.{weight,bias}`` [3 R, 2 R + H]. ``confidence_head.proj.{weight,bias}`` is not read.
+
+**DFlash2** (``dflash/``; ``DFlash2DraftModel``). DFlash's tensors; ``layers.i.attention_conv`` and
+``layers.i.mlp_conv`` with ``base_kernel`` [2, T, H] of T taps and ``kernel_projection.weight`` [2 T G, H] for G groups
+of channels; ``candidate_selector.predecessor_codebook`` and ``candidate_selector.successor_codebook`` [V, R] and
+``candidate_selector.hidden_projection.weight`` [R, H].
 
 Any name may begin with ``model.``. Queries and keys may be normed (``self_attn.{q,k}_norm``), projections may have
 biases, where such tensors are stored. Where no embedding is stored, the target's is used, without its multiplier; where
@@ -38,9 +48,9 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import Heads
-from specmamba.models.dflash import DFlashHead
-from specmamba.models.dflash.block_settings import FIELD
-from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
+from specmamba.models.dflash import NOT_READ as NOT_READ_OF_BLOCKS
+from specmamba.models.dflash import DFlashHead, is_block_head
+from specmamba.models.eagle import EMBEDDING, OUTPUT, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
 from specmamba.models.rank_shapes import own_kv
 
@@ -51,7 +61,10 @@ RENAMES = (("model.midlayer.", "layers.0."), ("midlayer.", "layers.0."), ("model
 NOT_READ = ("d2t", "t2d")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NOT_LLAMA = {"model", "transformer_layer_config", "model_type", "auto_map", "dtype", "torch_dtype"}
-TARGET_EMBEDDING = re.compile(r"(?!mtp\.).*\bembed(_tokens|dings?)\.weight")
+TARGET_MATRIX = {
+    EMBEDDING: re.compile(r"(?!mtp\.).*\bembed(_tokens|dings?)\.weight"),
+    OUTPUT: re.compile(r"(?!mtp\.).*\blm_head\.weight"),
+}
 NUM_SAMPLES = 64  # rows of an embedding
 
 
@@ -85,7 +98,7 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
     assert isinstance(body, HybridTarget)
     is_shape = options.device.type == "meta"
     with (ShapeReader if is_shape else TensorReader)(folder, RENAMES) as reader:
-        is_block = "dflash" in architecture.lower() or hasattr(config, FIELD)
+        is_block = is_block_head(architecture, config)
         is_eagle3 = "eagle3" in architecture.lower() or reader.has("layers.0.hidden_norm.weight")
         if not (is_eagle3 or reader.has("fc.weight")):
             raise UnsupportedModelError(
@@ -93,11 +106,17 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
                 "DFlash head, which would have an fc.weight"
             )
         _refuse_other_vocabulary(folder, config.vocab_size, body.vocab_size)
-        shares = is_shape and _shares_embedding(reader, target_folder, options)
+        shares = is_shape and _is_of_target(reader, EMBEDDING, target_folder, options)
         weights = HeadWeights(config, reader, options, folder, target.cache_shape.num_kv_layers, shares)
-        head = _head(weights, body, target.num_layers, is_block, is_eagle3)
+        head: EagleHead | Eagle3Head | DFlashHead
+        ignored: tuple[str, ...] = NOT_READ
+        if is_block:
+            head = DFlashHead(weights, body, target.num_layers, architecture)
+            ignored = (*NOT_READ_OF_BLOCKS, *_copies(reader, target_folder, options))
+        else:
+            head = Eagle3Head(weights, body, target.num_layers) if is_eagle3 else EagleHead(weights, body)
         rotary = (f"layers.{i}.self_attn.rotary_emb." for i in range(config.num_hidden_layers))
-        reader.finish(ignore=(*NOT_READ, *rotary))  # old programs stored frequencies, which follow from the config
+        reader.finish(ignore=(*ignored, *rotary))  # old programs stored frequencies, which follow from the config
     if layers := getattr(head, "target_layers", ()):
         body.read_features(layers)
     kv = own_kv(KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim), weights.share)
@@ -115,14 +134,6 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
         num_parameters=target.num_parameters + weights.num_parameters,
         weight_bytes=target.weight_bytes + weights.num_bytes,
     )
-
-
-def _head(
-    weights: HeadWeights, target: HybridTarget, num_layers: int, is_block: bool, is_eagle3: bool
-) -> EagleHead | Eagle3Head | DFlashHead:
-    if is_block:
-        return DFlashHead(weights, target, num_layers)
-    return Eagle3Head(weights, target, num_layers) if is_eagle3 else EagleHead(weights, target)
 
 
 def read_head_config(folder: Path) -> PretrainedConfig:
@@ -161,8 +172,9 @@ def _refuse_variants(folder: Path, config: Any) -> None:
         raise UnsupportedModelError(f"{folder}: hidden_act {config.hidden_act!r} is not supported: only silu is")
     if config.num_hidden_layers < 1:
         raise CheckpointError(f"{folder}: a draft head has a layer at least, not {config.num_hidden_layers}")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UnsupportedModelError(f"{folder}: sliding attention is not supported in draft heads")
+    is_block = is_block_head(read_architecture(folder), config)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and not is_block:
+        raise UnsupportedModelError(f"{folder}: sliding attention is not supported in EAGLE heads")
     variant = getattr(config, "eagle_config", {})
     if not isinstance(variant, dict):
         raise CheckpointError(f"{folder}: eagle_config should be an object, but is a {type(variant).__name__}")
@@ -170,19 +182,35 @@ def _refuse_variants(folder: Path, config: Any) -> None:
         raise UnsupportedModelError(f"{folder}: use_mtp_layernorm is not supported in draft heads")
 
 
-def _shares_embedding(head: TensorReader, target_folder: Path, options: LoadOptions) -> bool:
-    """Whether a head's embedding equals the target's in sampled rows; reading all rows takes too long."""
-    if not head.has(EMBEDDING):
+def _copies(head: TensorReader, target_folder: Path, options: LoadOptions) -> list[str]:
+    """Embedding and output matrix of a block head, which are the target's.
+
+    Raises:
+        UnsupportedModelError: they are not.
+    """
+    stored = [name for name in (EMBEDDING, OUTPUT) if head.has(name)]
+    for name in stored:
+        if not _is_of_target(head, name, target_folder, options):
+            raise UnsupportedModelError(
+                f"{target_folder} does not have the {name} of its draft head: block heads with an embedding or output "
+                "matrix of their own are not supported"
+            )
+    return stored
+
+
+def _is_of_target(head: TensorReader, name: str, target_folder: Path, options: LoadOptions) -> bool:
+    """Whether a head's embedding or output matrix equals the target's in sampled rows; all rows take too long."""
+    if not head.has(name):
         return False
     with TensorReader(target_folder) as target:
-        shape = head.stored(EMBEDDING).shape
-        names = [n for n in target.names() if TARGET_EMBEDDING.fullmatch(n) and target.stored(n).shape == shape]
+        shape, theirs = head.stored(name).shape, [n for n in target.names() if TARGET_MATRIX[name].fullmatch(n)]
+        if not theirs and name == OUTPUT:  # the target's output matrix is its embedding
+            theirs = [n for n in target.names() if TARGET_MATRIX[EMBEDDING].fullmatch(n)]
+        names = [n for n in theirs if target.stored(n).shape == shape]
         if len(names) != 1:
             return False
         rows = range(0, shape[0], max(1, shape[0] // NUM_SAMPLES))
-        ours, others = (
-            x.to(options.dtype) for x in (head.read_rows(EMBEDDING, rows), target.read_rows(names[0], rows))
-        )
+        ours, others = (x.to(options.dtype) for x in (head.read_rows(name, rows), target.read_rows(names[0], rows)))
         return bool(ours.equal(others))
 
 

@@ -1,4 +1,4 @@
-"""A DFlash head as it is trained (arXiv 2602.06036), and its folder. ``specmamba/models/dflash/`` says what it is.
+"""DFlash and DSpark heads as they are trained, and their folders. ``specmamba/models/dflash/`` says what they are.
 
 Blocks are drafted behind many anchors of a window at once: each block sees the context before its own anchor, and
 itself. Keys and values of the context are the same for all blocks.
@@ -30,11 +30,17 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BlockShape(HeadShape):
-    """Sizes of a DFlash head; it drafts the whole vocabulary of the target."""
+    """Sizes of a block head; it drafts the whole vocabulary of the target."""
 
     num_layers: int
     block_size: int  # b, the root included
     mask_token_id: int
+    markov_rank: int = 0  # of a DSpark head's links between tokens; 0: a DFlash head
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a block drafts: a DSpark head predicts the first one at the root."""
+        return self.block_size if self.markov_rank else self.block_size - 1
 
 
 class BlockAttention(nn.Module):
@@ -95,8 +101,18 @@ class BlockLayer(nn.Module):
         return out
 
 
+class MarkovHead(nn.Module):
+    """DSpark's links of the kind vanilla: what a token adds to the logits of the next one, by two low-rank matrices."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab_size, rank), nn.Linear(rank, vocab_size, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)  # a new head begins without links
+
+
 class BlockHead(nn.Module):
-    """The DFlash head. Its parameters have the names of the published layout."""
+    """The DFlash or DSpark head. Its parameters have the names of the published layout."""
 
     target_ids: Tensor | None = None  # all tokens are drafted
 
@@ -107,6 +123,8 @@ class BlockHead(nn.Module):
         self.fc = nn.Linear(shape.num_features * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm, self.norm = Norm(shape.hidden_size), Norm(shape.hidden_size)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.num_layers))
+        rank = shape.markov_rank
+        self.markov_head = MarkovHead(shape.vocab_size, rank) if rank else None
         per_feature = torch.tensor(scales).repeat_interleave(shape.hidden_size)
         self.scales = nn.Parameter(per_feature, requires_grad=False)
 
@@ -125,7 +143,7 @@ class BlockHead(nn.Module):
             embedding: [V, H], the target's.
 
         Returns:
-            [B, A, b - 1, H]; entry i predicts the token i + 1 positions after the root.
+            [B, A, D, H] of D drafts; entry i predicts the token i + 1 positions after the root.
         """
         s, device = self.shape, tokens.device
         context = self.hidden_norm(self.fc(features / self.scales))
@@ -137,7 +155,7 @@ class BlockHead(nn.Module):
         x = F.embedding(block, embedding)
         for layer in self.layers:
             x = layer(x, context, own, of_context, anchors)
-        out: Tensor = self.norm(x[:, :, 1:])
+        out: Tensor = self.norm(x[:, :, s.block_size - s.num_drafts :])
         return out
 
 
@@ -148,14 +166,14 @@ def write_block_head(folder: Path, head: BlockHead, layers: tuple[int, ...], max
 
 def block_config(shape: BlockShape, layers: tuple[int, ...], max_positions: int) -> dict[str, Any]:
     """The content of config.json, which counts layers behind which features are read."""
-    return {
-        "architectures": ["DFlashDraftModel"],
+    of_both = {
         "model_type": "qwen3",
         **shape_config(shape, max_positions),
         "num_hidden_layers": shape.num_layers,
         "block_size": shape.block_size,
-        "dflash_config": {
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in layers],
-        },
     }
+    reads = {"mask_token_id": shape.mask_token_id, "target_layer_ids": [layer - 1 for layer in layers]}
+    if not shape.markov_rank:
+        return {"architectures": ["DFlashDraftModel"], **of_both, "dflash_config": reads}
+    links = {"markov_rank": shape.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    return {"architectures": ["Qwen3DSparkModel"], **of_both, **reads, **links}

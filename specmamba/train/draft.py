@@ -1,6 +1,6 @@
 """Train a draft head for a target that has none, or a better one.
 
-    specmamba train draft --model PATH --out DIR [--kind eagle3|dflash] [--text FILE_OR_FOLDER ...]
+    specmamba train draft --model PATH --out DIR [--kind eagle3|dflash|dspark] [--text FILE_OR_FOLDER ...]
                           [--own-outputs N] [--minutes 10] [--steps-deep 3] [--draft-vocab-size N] [any engine flag]
 
 The target reads the text once, and its hidden states are kept in memory. The head learns to predict the target's
@@ -8,7 +8,7 @@ tokens, several of them ahead on its own states. A report on held-out text ends 
 and whether the text equals the plain run's. The last line printed is the command that serves the target with its head.
 DIR gets
 
-- ``head/``: for ``--speculative-draft-model-path``; the EAGLE-3 or DFlash layout, which other runtimes read too;
+- ``head/``: for ``--speculative-draft-model-path``; the layout of its kind, which other runtimes read too;
 - ``report.json`` and ``held_out.jsonl``, the prompts of the report;
 - ``resume/`` and ``own_outputs.jsonl``: from these the same command resumes a run that was stopped (Ctrl-C, SIGTERM,
   power).
@@ -110,9 +110,9 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
         prompts = prompts_of(texts.held_out, llm.engine.tokenizer)
         texts = windows.own_outputs(config, llm, texts, digest) if config.own_outputs else texts
         layers = windows.feature_layers(llm.engine.model.num_layers)
-        if config.kind == "dflash" and 0 in layers:
+        if config.drafts_blocks and 0 in layers:
             raise ConfigError(
-                "--kind dflash: the head reads behind layers that others follow; the target has one layer"
+                f"--kind {config.kind}: the head reads behind layers that others follow; the target has one layer"
             )
         pieces = windows.cut(texts.train, config.window_length, config.seed)
         read = windows.read_windows(config, llm, pieces, layers)
@@ -150,7 +150,7 @@ def new_trainer(config: TrainDraftConfig, target: Target, console: Console) -> D
     shape, scales = shape_of(config, hidden_size, vocab_size, num_layers), feature_scales(data.windows, num_layers)
     torch.manual_seed(config.seed)
     trainer: DraftTrainer
-    if config.kind == "dflash":
+    if config.drafts_blocks:
         block = block_shape_of(config, shape, rarest_token(texts, vocab_size))
         trainer = BlockTrainer(config, data, BlockHead(block, scales), target.device)
     else:

@@ -40,12 +40,13 @@ def shape_of(config: TrainDraftConfig, hidden_size: int, vocab_size: int, num_la
 
 
 def block_shape_of(config: TrainDraftConfig, shape: HeadShape, mask_token_id: int) -> BlockShape:
-    """The same of a DFlash head."""
+    """The same of a block head."""
     return BlockShape(
         **vars(shape),
         num_layers=config.num_layers,
-        block_size=config.steps_deep + 1,
+        block_size=config.steps_deep + (config.kind == "dflash"),
         mask_token_id=mask_token_id,
+        markov_rank=config.markov_rank if config.kind == "dspark" else 0,
     )
 
 
@@ -54,7 +55,7 @@ def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> Me
     with torch.device("meta"):
         scales = [1.0] * shape.num_features
         output = torch.empty(shape.draft_vocab_size, shape.hidden_size)
-        is_block = config.kind == "dflash"
+        is_block = config.drafts_blocks
         head = BlockHead(block_shape_of(config, shape, 0), scales) if is_block else Eagle3Head(shape, output, scales)
     return MemoryNeeds(
         bytes_of(num_windows, config.seq + 1, shape.num_features * shape.hidden_size, shape.hidden_size),
@@ -81,14 +82,16 @@ def step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
 
 
 def block_step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
-    """The same of a DFlash head: the states of all blocks, of the context, and a slice of logits."""
+    """The same of a block head: the states of all blocks, of the context, and a slice of logits."""
     s, block, length = shape, config.steps_deep + 1, config.seq + 1
     rows = config.batch * num_anchors(length, block) * block
     width = s.num_heads * s.head_dim
     context = config.batch * length * ((s.num_features + 3) * s.hidden_size + config.num_layers * 6 * width)
     per_row = 8 * s.hidden_size + 8 * width + 4 * s.intermediate_size + 4 * s.num_heads * (length + block)
+    rank = config.markov_rank if config.kind == "dspark" else 0
     slices = TENSORS_AT_ONCE * min(rows, slice_length(s.vocab_size)) * s.vocab_size
-    return FLOAT * (context + rows * (config.num_layers * per_row + 4 * s.hidden_size) + slices)
+    on_the_way = context + rows * (config.num_layers * per_row + 4 * s.hidden_size + 3 * rank) + slices
+    return FLOAT * max(on_the_way, 3 * s.vocab_size * rank)  # behind it, a gradient's copy and Adam's own two
 
 
 def check_memory(config: TrainDraftConfig, llm: LLM, num_windows: int, console: Console) -> None:

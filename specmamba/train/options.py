@@ -20,13 +20,17 @@ PATTERN = "*.py"
 
 
 class TrainDraftConfig(EngineConfig):
-    """Train an EAGLE-3 or DFlash draft head for a target, on text or on what the target itself writes."""
+    """Train an EAGLE-3, DFlash or DSpark draft head for a target, on text or on what the target itself writes."""
 
     needs_text = True
 
     disable_radix_cache: Annotated[bool, Field(description="always on here: what is cached would not be run")] = True
     kind: Annotated[
-        Literal["eagle3", "dflash"], Field(description="of the head: drafts one by one, or a block in one pass")
+        Literal["eagle3", "dflash", "dspark"],
+        Field(
+            description="of the head: drafts one by one; a block in one pass; or a block whose tokens are chosen one "
+            "after the other, each by the one before it"
+        ),
     ] = "eagle3"
     out: Annotated[Path, Field(description="folder to write; a run found there is resumed")]
     text: Annotated[
@@ -57,7 +61,10 @@ class TrainDraftConfig(EngineConfig):
         int | None, Field(ge=1, description="draft only so many tokens, the most frequent ones of the text; none: all")
     ] = None
     num_heads: Annotated[int | None, Field(ge=1, description="query heads; none: of 64 channels each")] = None
-    num_layers: Annotated[int, Field(ge=1, le=16, description="layers of a dflash head; an eagle3 head has one")] = 2
+    num_layers: Annotated[int, Field(ge=1, le=16, description="layers of a block head; an eagle3 head has one")] = 2
+    markov_rank: Annotated[
+        int, Field(ge=1, description="rank of the matrices of a dspark head that link a token to the next one")
+    ] = 64
     intermediate_size: Annotated[
         int | None, Field(ge=1, description="width of the feed-forward layer; none: 3 x the target's hidden size")
     ] = None
@@ -95,8 +102,10 @@ class TrainDraftConfig(EngineConfig):
             raise ValueError("--no-disable-radix-cache: what is cached would not be run: drop it")
         if self.steps_deep + 2 > self.seq:
             raise ValueError(f"--steps-deep {self.steps_deep} needs sequences longer than --seq {self.seq}")
-        if self.kind == "dflash" and self.draft_vocab_size is not None:
-            raise ValueError("--draft-vocab-size: a dflash head drafts by the target's own output head: drop it")
+        if self.drafts_blocks and self.draft_vocab_size is not None:
+            raise ValueError(f"--draft-vocab-size: a {self.kind} head drafts by the target's own output head: drop it")
+        if self.kind != "dspark" and self.markov_rank != fields["markov_rank"].default:
+            raise ValueError(f"--markov-rank {self.markov_rank}: only dspark heads have such matrices: drop it")
         if self.kind == "eagle3" and self.num_layers != fields["num_layers"].default:
             raise ValueError(f"--num-layers {self.num_layers}: an eagle3 head has one layer: drop it")
         if self.num_tokens < self.window_length:
@@ -106,6 +115,11 @@ class TrainDraftConfig(EngineConfig):
         if self.pattern != PATTERN and not any(map(os.path.isdir, self.text)):
             raise ValueError("--pattern is of the files in a folder: give one with --text")
         return self
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether the head drafts a block in one pass."""
+        return self.kind != "eagle3"
 
     @property
     def window_length(self) -> int:

@@ -104,9 +104,16 @@ def of_target(hidden: Tensor, output: Tensor, ids: Tensor | None) -> tuple[Tenso
     return target if ids is None else target[:, ids], target.argmax(-1)
 
 
-def of_draft(states: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cross entropy [n], the likeliest drafts [n], and the gradient of the former by the logits [n, D]."""
-    said = F.linear(states, weight).log_softmax(-1)
+def of_draft(
+    states: Tensor, weight: Tensor, target: Tensor, added: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross entropy [n], the likeliest drafts [n], and the gradient of the former by the logits [n, D].
+
+    ``added`` [n, D] is a part of the logits beside the product of ``states`` [n, H] and ``weight`` [D, H].
+    """
+    logits = F.linear(states, weight) if added is None else added.addmm_(states, weight.T)
+    said = logits.log_softmax(-1)
+    del logits, added
     entropy = -(target * said).sum(-1)
     likeliest = said.argmax(-1)
     return entropy, likeliest, said.exp_().mul_(target.sum(-1, keepdim=True)).sub_(target)
@@ -231,7 +238,7 @@ def measure_head(config: TrainDraftConfig, head: Path, prompts: Path, console: C
         SpecmambaError: the head cannot be run, or none of the prompts can.
     """
     flags = config.engine_flags | {
-        "speculative_algorithm": config.kind,
+        "speculative_algorithm": "dflash" if config.drafts_blocks else config.kind,
         "speculative_draft_model_path": str(head),
         "speculative_num_steps": config.steps_deep,
     }

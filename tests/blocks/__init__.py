@@ -1,8 +1,9 @@
-"""Random DFlash heads in their published layout, and what they compute, from the formulas alone."""
+"""Random block heads in their published layouts, and what they compute, from the formulas alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,56 @@ NUM_LAYERS, HEADS, DIM = 2, (4, 2), 10
 BLOCK, READS = 6, (2, 0)  # the target has 4 layers; features are in the order of the config
 
 
+RANK, TAPS, GROUP, CANDIDATES = 5, 2, 4, 7
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What distinguishes a head from a DFlash head: fields of its config, and the kind of its links."""
+
+    config: dict[str, Any]
+    nested: dict[str, Any]
+    links: str = ""  # vanilla, gated, rnn or selector
+    is_convolved: bool = False
+    drafts_at_root: bool = False
+    window: tuple[int | None, ...] = (None, None)  # of each layer
+    is_causal: tuple[bool, ...] = (False, False)
+
+
+def _markov(kind: str) -> dict[str, Any]:
+    return {"markov_rank": RANK, "markov_head_type": kind}
+
+
+_SPARK = {"architectures": ["Qwen3DSparkModel"], "enable_confidence_head": True, "num_anchors": 8}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+_SELECTOR = {"selector_rank": RANK, "selector_top_k": CANDIDATES, "conv_kernel_size": TAPS, "conv_group_size": GROUP}
+VARIANTS = {
+    "dflash": Variant({}, {}),
+    "dflash-windows": Variant(
+        _WINDOW | {"layer_types": [SLIDING, FULL]}, {}, window=(9, None), is_causal=(True, False)
+    ),
+    "dflash-causal": Variant({"is_causal": True}, {}, is_causal=(True, True)),
+    "dflash2": Variant(
+        _WINDOW | {"architectures": ["DFlash2DraftModel"], "layer_types": [SLIDING] * 2, "is_causal": False},
+        _SELECTOR,
+        links="selector",
+        is_convolved=True,
+        window=(9, 9),
+    ),
+    "dspark": Variant(_SPARK | _markov("vanilla"), {}, links="vanilla", drafts_at_root=True),
+    "dspark-gated": Variant(_SPARK, _markov("gated"), links="gated", drafts_at_root=True),
+    "dspark-rnn": Variant(
+        {"architectures": ["DSparkDraftModel"]},
+        _markov("rnn") | {"projector_type": "dspark"},
+        links="rnn",
+        drafts_at_root=True,
+    ),
+    "dspark-apart": Variant(_SPARK | _markov("vanilla"), {"sample_from_anchor": False}, links="vanilla"),
+    "dspark-without": Variant(_SPARK | {"markov_rank": 0}, {}, drafts_at_root=True),
+}
+
+
 @dataclass(frozen=True)
 class BlockFiles:
     """A written head."""
@@ -26,10 +77,14 @@ class BlockFiles:
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    variant: Variant = VARIANTS["dflash"]
 
 
-def write_block_head(folder: Path, target: Path, seed: int, reads: tuple[int, ...] = READS) -> BlockFiles:
+def write_block_head(
+    folder: Path, target: Path, seed: int, reads: tuple[int, ...] = READS, variant: str = "dflash"
+) -> BlockFiles:
     """A random head for the checkpoint in ``target``."""
+    of = VARIANTS[variant]
     text = json.loads((target / "config.json").read_text("utf8"))
     width, vocab = text["hidden_size"], text["vocab_size"]
     config = {
@@ -50,9 +105,11 @@ def write_block_head(folder: Path, target: Path, seed: int, reads: tuple[int, ..
         "layer_types": ["full_attention"] * NUM_LAYERS,
         "num_target_layers": 4,
         "block_size": BLOCK,
-        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": list(reads)},
+        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": list(reads)} | of.nested,
+        **of.config,
     }
-    head = BlockFiles(folder, config, block_tensors(width, len(reads), seed))
+    tensors = block_tensors(width, len(reads), seed) | tensors_of_variant(of, vocab, width, seed)
+    head = BlockFiles(folder, config, tensors, of)
     save_block_head(head)
     return head
 
@@ -74,6 +131,27 @@ def block_tensors(width: int, num_reads: int, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
+def tensors_of_variant(of: Variant, vocab: int, width: int, seed: int) -> dict[str, Tensor]:
+    random, tensors = RandomTensors(seed + 1), dict[str, Tensor]()
+    if of.links == "selector":
+        name = "candidate_selector."
+        tensors |= {f"{name}{part}_codebook": 2 * random.matrix(vocab, RANK) for part in ("predecessor", "successor")}
+        tensors[f"{name}hidden_projection.weight"] = random.matrix(RANK, width)
+    elif of.links:
+        tensors |= {f"markov_head.markov_w{i}.weight": 2 * random.matrix(vocab, RANK) for i in (1, 2)}
+        tensors |= {"confidence_head.proj.weight": random.matrix(1, width + RANK)}
+        tensors |= {"confidence_head.proj.bias": torch.ones(1)}
+    shape = {"gated": (RANK, width + RANK), "rnn": (3 * RANK, 2 * RANK + width)}.get(of.links)
+    if shape is not None:
+        name = f"markov_head.{'gate' if of.links == 'gated' else 'joint'}_proj"
+        tensors |= {f"{name}.weight": random.matrix(*shape), f"{name}.bias": random.matrix(1, shape[0])[0]}
+    if of.is_convolved:
+        for name in (f"layers.{layer}.{part}_conv" for layer in range(NUM_LAYERS) for part in ("attention", "mlp")):
+            tensors[f"{name}.base_kernel"] = torch.stack([random.matrix(TAPS, width) for _ in range(2)])
+            tensors[f"{name}.kernel_projection.weight"] = random.matrix(2 * TAPS * (width // GROUP), width)
+    return tensors
+
+
 def save_block_head(head: BlockFiles, **changes: Any) -> None:
     """Write a head, perhaps with another config; fields that are None are left out."""
     head.folder.mkdir(parents=True, exist_ok=True)
@@ -89,30 +167,93 @@ class BlockReference:
         """embedding, output: [V, H], the target's."""
         self.tensors = {name: tensor.double() for name, tensor in head.tensors.items()}
         self._embedding, self._output = embedding.double(), output.double()
-        self._mask = head.config["dflash_config"]["mask_token_id"]
+        self._mask, self._of = head.config["dflash_config"]["mask_token_id"], head.variant
 
     def __call__(self, features: Tensor, root: int, num_steps: int) -> Tensor:
         """Logits [num_steps, V] behind a root, with the target's features [T, F] at all positions before it."""
+        return self.hidden(features, root, num_steps) @ self._output.T
+
+    def hidden(self, features: Tensor, root: int, num_steps: int) -> Tensor:
+        """Hidden states [num_steps, H] that the logits are made of."""
         context = self._norm("hidden_norm", self._linear("fc", features.double()))
-        x = self._embedding[[root] + [self._mask] * num_steps]
-        num_context, length = len(context), num_steps + 1
-        positions = torch.arange(num_context + length)
-        sees = torch.ones(length, num_context + length, dtype=torch.bool)  # all of the context and of the block
+        length = num_steps if self._of.drafts_at_root else num_steps + 1
+        x = self._embedding[[root] + [self._mask] * (length - 1)]
         for layer in range(NUM_LAYERS):
             name = f"layers.{layer}."
-            inputs = self._norm(f"{name}input_layernorm", x)
-            x = x + self._attend(name, inputs, context, positions, sees)
-            y = self._norm(f"{name}post_attention_layernorm", x)
-            gate = F.silu(self._linear(f"{name}mlp.gate_proj", y))
-            x = x + self._linear(f"{name}mlp.down_proj", gate * self._linear(f"{name}mlp.up_proj", y))
-        return self._norm("norm", x)[1:] @ self._output.T
+            x = x + self._convolved(
+                f"{name}attention_conv",
+                self._norm(f"{name}input_layernorm", x),
+                lambda y, name=name, layer=layer: self._attend(name, layer, y, context),  # type: ignore[misc]
+            )
+            x = x + self._convolved(
+                f"{name}mlp_conv",
+                self._norm(f"{name}post_attention_layernorm", x),
+                lambda y, name=name: self._mlp(name, y),  # type: ignore[misc]
+            )
+        return self._norm("norm", x)[length - num_steps :]
 
-    def _attend(self, name: str, inputs: Tensor, context: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
+    def behind(self, marginal: Tensor, hidden: Tensor, token: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows a drafted token.
+
+        Args:
+            marginal, hidden: [V] and [H], of the block where the next token is predicted.
+            token: the drafted one, or the root.
+            state: [R], carried by its path.
+
+        Returns:
+            Logits [V] and the state behind it.
+        """
+        marginal, hidden, kind = marginal.double(), hidden.double(), self._of.links
+        if kind == "selector":
+            name, scores = "candidate_selector.", torch.full_like(marginal, -torch.inf)
+            above = self.tensors[f"{name}predecessor_codebook"][token]
+            above = above * self._linear(f"{name}hidden_projection", hidden)
+            for candidate in marginal.topk(CANDIDATES).indices.tolist():
+                scores[candidate] = marginal[candidate] + above @ self.tensors[f"{name}successor_codebook"][candidate]
+            return scores, state
+        row, output = (self.tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+        latent = row[token]
+        if kind == "gated":
+            latent = latent * self._biased("markov_head.gate_proj", torch.cat([hidden, latent])).sigmoid()
+        elif kind == "rnn":
+            mixed = self._biased("markov_head.joint_proj", torch.cat([state, latent, hidden]))
+            keep = mixed[:RANK].sigmoid()
+            state = keep * state + (1 - keep) * mixed[RANK : 2 * RANK].tanh()
+            latent = mixed[2 * RANK :].tanh()
+        return marginal + output @ latent, state
+
+    def _convolved(self, name: str, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self._of.is_convolved:
+            return layer(x)
+        kernels = self._linear(f"{name}.kernel_projection", x).view(len(x), 2, TAPS, -1)
+
+        def convolve(y: Tensor, side: int) -> Tensor:
+            out = torch.zeros_like(y)
+            for token in range(len(y)):
+                for tap in range(min(TAPS, token + 1)):
+                    own = kernels[token, side, tap].repeat_interleave(GROUP)
+                    out[token] += (self.tensors[f"{name}.base_kernel"][side, tap] + own) * y[token - tap]
+            return out
+
+        return convolve(layer(convolve(x, 0)), 1)
+
+    def _mlp(self, name: str, y: Tensor) -> Tensor:
+        gate = F.silu(self._linear(f"{name}mlp.gate_proj", y))
+        return self._linear(f"{name}mlp.down_proj", gate * self._linear(f"{name}mlp.up_proj", y))
+
+    def _attend(self, name: str, layer: int, inputs: Tensor, context: Tensor) -> Tensor:
         def heads(part: str, x: Tensor) -> Tensor:
             return self._linear(f"{name}self_attn.{part}_proj", x).unflatten(-1, (-1, DIM)).transpose(0, 1)
 
         everything = torch.cat([context, inputs])
-        q = rotated(self._norm(f"{name}self_attn.q_norm", heads("q", inputs)), positions[len(context) :])
+        positions = torch.arange(len(everything))
+        own = positions[len(context) :]
+        sees = torch.ones(len(own), len(positions), dtype=torch.bool)  # all of the context and of the block
+        if self._of.is_causal[layer]:
+            sees &= positions <= own[:, None]
+        if (window := self._of.window[layer]) is not None:
+            sees &= own[:, None] - positions < window
+        q = rotated(self._norm(f"{name}self_attn.q_norm", heads("q", inputs)), own)
         k = rotated(self._norm(f"{name}self_attn.k_norm", heads("k", everything)), positions)
         group = HEADS[0] // HEADS[1]
         k, v = k.repeat_interleave(group, 0), heads("v", everything).repeat_interleave(group, 0)
@@ -125,6 +266,9 @@ class BlockReference:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"])
+
+    def _biased(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:

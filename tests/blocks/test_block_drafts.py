@@ -3,6 +3,8 @@ a cached prefix and preempted, on records and snapshots, in fixed sizes and in s
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,12 @@ class TaughtBlocks:
 
     def __init__(self, head: BlockHead, table: Tensor) -> None:
         self._head, self._table = head, table
-        self.width, self.block_size = head.width, head.block_size
+        self.width, self.block_size, self.variant = head.width, head.block_size, head.variant
+        self.drafts_at_root, self.views, self.links = head.drafts_at_root, head.views, head.links
         self.combine, self.remember = head.combine, head.remember
 
-    def forward(self, roots: Tensor, context: ForwardContext) -> Tensor:
-        states = torch.zeros_like(self._head.forward(roots, context))
+    def forward(self, roots: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
+        states = torch.zeros_like(self._head.forward(roots, contexts))
         for depth in range(states.shape[1]):
             states[:, depth, 0] = roots
             roots = self._table[roots].argmax(-1)
@@ -65,10 +68,33 @@ class TaughtBlocks:
 class GivenBlocks(TaughtBlocks):
     """Has given logits [D, V] at every depth, whatever the context."""
 
-    def forward(self, roots: Tensor, context: ForwardContext) -> Tensor:
-        states = torch.zeros_like(self._head.forward(roots, context))
+    def forward(self, roots: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
+        states = torch.zeros_like(self._head.forward(roots, contexts))
         states[..., 0] = torch.arange(states.shape[1])
         return states
+
+
+class TaughtLinks:
+    """Links that know what followed the token above; the block itself knows nothing."""
+
+    state_size, latent_size = 0, 1
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    def latent(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens[..., None].to(hidden.dtype), state
+
+    def logits(self, marginal: Tensor, latent: Tensor) -> Tensor:
+        return 0 * marginal + self._table[latent[..., 0].long()]
+
+
+class LinkedBlocks(TaughtBlocks):
+    """Drafts by links alone."""
+
+    def __init__(self, head: BlockHead, table: Tensor) -> None:
+        super().__init__(head, torch.zeros_like(table))
+        self.links = TaughtLinks(table)
 
 
 def params(i: int) -> SamplingParams:
@@ -88,9 +114,12 @@ def new_plain(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("blocks")
+    return write_folder(tmp_path_factory.mktemp("blocks"), "dflash")
+
+
+def write_folder(folder: Path, variant: str) -> Path:
     write_tiny_checkpoint(folder / "target", seed=3)
-    write_block_head(folder / "head", folder / "target", seed=5)
+    write_block_head(folder / "head", folder / "target", seed=5, variant=variant)
     return folder
 
 
@@ -106,7 +135,8 @@ def teach(llm: LLM, texts: Texts) -> None:
     drafter = llm.engine.runner.drafter
     assert isinstance(drafter, BlockDrafter)
     whole = [prompt + list(text) for prompt, text in zip(PROMPTS, texts, strict=True)]
-    drafter.head = TaughtBlocks(drafter.head, bigrams(whole, llm.engine.vocab_size))
+    kind = TaughtBlocks if drafter.head.links is None else LinkedBlocks
+    drafter.head = kind(drafter.head, bigrams(whole, llm.engine.vocab_size))
 
 
 def check(got: Texts, plain: Texts, folder: Path, places: list[int]) -> None:
@@ -128,6 +158,22 @@ def check(got: Texts, plain: Texts, folder: Path, places: list[int]) -> None:
 def test_texts_are_those_of_plain_decoding(
     way: str, folder: Path, plain: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_texts(way, folder, plain, monkeypatch)
+
+
+LINKED_WAYS = ("chain-records", "tree-records", "tree-snapshots", "adaptive-captured", "adaptive-directly")
+
+
+@pytest.mark.fast_cases("dspark-tree-records", "dflash2-chain-records", "dspark-adaptive-captured")
+@pytest.mark.parametrize(("variant", "way"), list(itertools.product(("dflash2", "dspark"), LINKED_WAYS)), ids="-".join)
+def test_texts_of_linked_blocks(
+    variant: str, way: str, tmp_path: Path, plain: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each token is drafted from the one above it."""
+    check_texts(way, write_folder(tmp_path, variant), plain, monkeypatch)
+
+
+def check_texts(way: str, folder: Path, plain: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     without_measurement(monkeypatch)
     with open_llm(folder, **WAYS[way]) as llm:
         teach(llm, plain)
@@ -168,12 +214,13 @@ def preempted(engine: Engine) -> Texts:
     return [tuple(text) for text in texts.values()]
 
 
-@pytest.mark.fast_cases("tree")
+@pytest.mark.fast_cases("tree-dflash2", "tree-dspark")
 @pytest.mark.usefixtures("in_pytorch")
+@pytest.mark.parametrize("variant", ["dflash", "dflash2", "dspark"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_every_step_of_a_kind_is_the_same_program(shape: dict[str, Any], tmp_path: Path) -> None:
+def test_every_step_of_a_kind_is_the_same_program(shape: dict[str, Any], variant: str, tmp_path: Path) -> None:
     """So that graphs can capture it: the same operators on the same memory, and no number to or from the device."""
-    head = write_block_head(tmp_path, DEMO_MODEL, seed=1)
+    head = write_block_head(tmp_path, DEMO_MODEL, seed=1, variant=variant)
     memory: dict[str, Any] = {"context_length": 160, "max_total_tokens": 2048, "max_running_requests": 2}
     flags = shape | memory | {"speculative_draft_model_path": str(head.folder), "cuda_graph_max_bs": 2}
     with LLM(dtype="float32", **flags) as llm:
@@ -232,10 +279,41 @@ def test_by_rejection_texts_have_the_targets_distribution(shape: dict[str, Any],
         drawn = [output.token_ids for output in llm.generate([PROMPTS[1]] * num_draws, ways)]
         accepted = llm.engine.stats().spec.num_accepted_tokens
     assert num_draws // 3 < accepted < 3 * num_draws // 2
+    assert chance_of(drawn, expected, num_draws) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_by_rejection_linked_blocks_have_the_targets_distribution(shape: dict[str, Any], tmp_path: Path) -> None:
+    """The second token is drafted from about its distribution behind the first one, which differs much among these."""
+    folder, num_draws, temperature, top_k = write_folder(tmp_path, "dspark"), 1500, 1.5, 3
+    room = {"max_running_requests": 250, "max_queued_requests": num_draws, "max_total_tokens": 20000}
+    flags = shape | room | {"speculative_accept": "rejection", "disable_radix_cache": True}
+    ways = [
+        SamplingParams(max_tokens=2, temperature=temperature, top_k=top_k, seed=seed, ignore_eos=True)
+        for seed in range(num_draws)
+    ]
+    with new_plain(folder) as llm:
+        expected = expected_pairs(llm, PROMPTS[1], temperature, top_k)
+    behind = 0.02 * torch.rand(131, 131, generator=torch.Generator().manual_seed(1))
+    for (first, second), p in expected.items():
+        behind[PROMPTS[1][-1], first] += p
+        behind[first, second] += p
+    with open_llm(folder, **flags) as llm:
+        drafter = llm.engine.runner.drafter
+        assert isinstance(drafter, BlockDrafter)
+        drafter.head = LinkedBlocks(drafter.head, temperature * behind.log())
+        drawn = [output.token_ids for output in llm.generate([PROMPTS[1]] * num_draws, ways)]
+        accepted = llm.engine.stats().spec.num_accepted_tokens
+    assert num_draws // 2 < accepted
+    assert chance_of(drawn, expected, num_draws) > 1e-3
+
+
+def chance_of(drawn: Texts, expected: dict[tuple[int, int], float], num_draws: int) -> float:
+    """The chance of as large a difference from the expected frequencies (Pearson's test)."""
     assert set(drawn) <= set(expected)
     statistic = sum((drawn.count(pair) - p * num_draws) ** 2 / (p * num_draws) for pair, p in expected.items())
     freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
-    assert float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64))) > 1e-3
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def expected_pairs(llm: LLM, prompt: list[int], temperature: float, top_k: int) -> dict[tuple[int, int], float]:

@@ -59,18 +59,19 @@ def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Sa
     """Every block that the engine's drafter runs from now on, by request id."""
     drafter = engine.runner.drafter
     assert isinstance(drafter, BlockDrafter)
-    marginals, said = drafter.marginals, dict[str, list[Said]]()
+    run_block, said = drafter._run, dict[str, list[Said]]()
 
     def recorded(batch: Batch, num_steps: int) -> Tensor:
-        logits = marginals(batch, num_steps)
+        hidden = run_block(batch, num_steps)
+        logits = drafter.head.logits(hidden)
         requests = {request.held_row: request for request in engine.scheduler.verifying}
         for i, row in enumerate(batch.rows):
             request = requests[row]
             known = request.known_tokens(0, request.num_tokens)
             said.setdefault(request.request_id, []).append(Said(known, logits[i].clone()))
-        return logits
+        return hidden
 
-    monkeypatch.setattr(drafter, "marginals", recorded)
+    monkeypatch.setattr(drafter, "_run", recorded)
     return said
 
 
@@ -218,12 +219,9 @@ def test_settings_that_do_not_fit(target: Path, tmp_path: Path) -> None:
     refuse(CheckpointError, "block_size should be a whole number, but is 'x'", block_size="x")
     refuse(ConfigError, "mask_token_id 131 is not in the target's vocabulary of 131 tokens", mask_token_id=131)
     refuse(CheckpointError, "mask_token_id should be a whole number, but is None", mask_token_id=None)
-    refuse(UnsupportedModelError, "causal True is not supported in DFlash heads", causal=True)
     refuse(UnsupportedModelError, "projector_type 'domino' is not supported", projector_type="domino")
     save_block_head(head, dflash_config=3)
     refused(target, head, CheckpointError, "dflash_config should be an object, but is a int")
-    save_block_head(head, layer_types=["full_attention", "sliding_attention"], sliding_window=8)
-    refused(target, head, UnsupportedModelError, "sliding attention is not supported in draft heads")
 
 
 def test_heads_of_other_targets(target: Path, tmp_path: Path) -> None:
@@ -241,12 +239,12 @@ def test_tensors_that_lack_or_are_too_many(target: Path, tmp_path: Path) -> None
         save_block_head(replace(head, tensors={key: x for key, x in head.tensors.items() if key != name}))
         refused(target, head, CheckpointError, f"lacks the tensor {name}")
     for name, words in {
-        "markov_head.markov_w1.weight": "it is a DSpark head, which is not supported",
-        "confidence_head.proj.weight": "it is a DSpark head, which is not supported",
-        "candidate_selector.successor_codebook": "it is a DFlash2 head",
-        "layers.0.attention_conv.base_kernel": "it is a DFlash2 head",
+        "markov_head.markov_w1.weight": "it is not known where its blocks predict their first token",
+        "candidate_selector.successor_codebook": "selector_rank should be a whole number, but is None",
+        "layers.0.attention_conv.base_kernel": "conv_kernel_size should be a whole number, but is None",
+        "d2t": "by a map of its own",
         "layers.0.hidden_norm.weight": "tensors that the model in its config.json does not have",
-        "lm_head.weight": "tensors that the model in its config.json does not have",
+        "lm_head.weight": "does not have the lm_head.weight of its draft head",
     }.items():
         save_block_head(replace(head, tensors=head.tensors | {name: torch.ones(3)}))
         refused(target, head, (CheckpointError, UnsupportedModelError), words)

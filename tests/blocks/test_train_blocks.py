@@ -1,4 +1,4 @@
-"""``specmamba train draft --kind dflash``: what is trained is what drafts; loss, files, memory, refusals."""
+"""``specmamba train draft --kind dflash|dspark``: what is trained is what drafts; loss, files, memory, refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specmamba.core import Batch
 from specmamba.draft.blocks import BlockDrafter
 from specmamba.errors import ConfigError
 from specmamba.train import block_trainer, draft, memory, trainer, windows
-from specmamba.train.block_head import BlockHead, BlockShape, write_block_head
+from specmamba.train.block_head import BlockHead, BlockShape, MarkovHead, write_block_head
 from specmamba.train.head import HeadShape
 from tests.bench.test_train_draft import settings, silent, written_text
 from tests.engine.test_target_reader import new_llm, read
@@ -29,9 +29,10 @@ from tests.tiny import write_tiny_checkpoint
 BLOCK = 5
 
 
-def random_head(shape: HeadShape, scales: list[float]) -> BlockHead:
+def random_head(shape: HeadShape, scales: list[float], rank: int = 0) -> BlockHead:
     """A head in which every weight has an effect on the logits."""
-    head = BlockHead(BlockShape(**vars(shape), num_layers=2, block_size=BLOCK, mask_token_id=3), scales)
+    sizes = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": 3, "markov_rank": rank}
+    head = BlockHead(BlockShape(**vars(shape), **sizes), scales)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -41,9 +42,9 @@ def random_head(shape: HeadShape, scales: list[float]) -> BlockHead:
     return head
 
 
-@pytest.mark.parametrize("family", ["granite-hybrid", "qwen3.5"])
+@pytest.mark.parametrize(("family", "rank"), [("granite-hybrid", 0), ("qwen3.5", 0), ("qwen3.5", 7)])
 def test_the_training_computes_what_the_engine_drafts(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
     FAMILIES[family].build(folder)
@@ -51,23 +52,24 @@ def test_the_training_computes_what_the_engine_drafts(
         layers = windows.feature_layers(llm.engine.model.num_layers)
         embedding, output = llm.workbench.target_matrices()
         shape = HeadShape.of(embedding.shape[1], len(embedding), len(layers), num_heads=4, intermediate_size=50)
-        head = random_head(shape, [0.25, 4.0, 2.0][: len(layers)])
+        head = random_head(shape, [0.25, 4.0, 2.0][: len(layers)], rank)
         write_block_head(tmp_path / "head", head, layers, 256)
         path = {"speculative_algorithm": "auto", "speculative_draft_model_path": str(tmp_path / "head")}
-        engine = new_engine(folder, BLOCK - 1, **path, speculative_adaptive="off")
+        engine = new_engine(folder, head.shape.num_drafts, **path, speculative_adaptive="off")
         drafter = engine.runner.drafter
         assert isinstance(drafter, BlockDrafter)
         accept_at_random(monkeypatch, torch.Generator().manual_seed(1))
-        marginals, said = drafter.marginals, list[tuple[str, int, Tensor]]()
+        run_block, said = drafter._run, list[tuple[str, int, Tensor]]()
 
         def recorded(batch: Batch, num_steps: int) -> Tensor:
-            logits = marginals(batch, num_steps)
+            hidden = run_block(batch, num_steps)
+            logits = drafter.head.logits(hidden)
             names = {request.held_row: request.request_id for request in engine.scheduler.verifying}
             places = zip(batch.rows, batch.root_positions.tolist(), logits, strict=True)
             said.extend((names[row], root, of_row.clone()) for row, root, of_row in places)
-            return logits
+            return hidden
 
-        monkeypatch.setattr(drafter, "marginals", recorded)
+        monkeypatch.setattr(drafter, "_run", recorded)
         texts = run(engine, random_prompts((26, 2, 9), seed=3), (14, 16, 10))
         features = {name: read(llm, [text], layers)[0].features.float() for name, text in texts.items()}
         for name, root, logits in said:
@@ -78,7 +80,18 @@ def test_the_training_computes_what_the_engine_drafts(
                 states = head.states(tokens, known, torch.tensor([root]), embedding)
             assert_close(logits, states[0, 0] @ output.T)
         assert len(said) > 10
+        if head.markov_head is not None:
+            check_links(drafter, head.markov_head, output)
         engine.close()
+
+
+def check_links(drafter: BlockDrafter, trained: MarkovHead, output: Tensor) -> None:
+    """What a token adds to the logits of the next one."""
+    links, tokens, marginal = drafter.head.links, torch.tensor([[5, 9, 2]]), torch.randn(1, 1, len(output))
+    assert links is not None
+    latent, _ = links.latent(tokens, torch.zeros(1, 1, output.shape[1]), torch.zeros(1, 3, 0))
+    with torch.no_grad():
+        assert_close(links.logits(marginal, latent), marginal + trained.markov_w2(trained.markov_w1(tokens)))
 
 
 @pytest.mark.parametrize("positions", [1, 7, 1000])
@@ -101,13 +114,34 @@ def test_the_loss_and_its_gradient(positions: int, monkeypatch: pytest.MonkeyPat
     assert float(agreements.max()) > 0
 
 
-def test_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("positions", [5, 1000])
+def test_the_loss_of_linked_blocks_and_its_gradients(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "SLICE_NUMBERS", 61 * positions)
+    torch.manual_seed(0)
+    states, latents = torch.randn(2, 4, 3, 12, requires_grad=True), torch.randn(2, 4, 3, 5, requires_grad=True)
+    hidden, output = torch.randn(2, 4, 3, 12) + states.detach(), torch.randn(61, 12)
+    links = torch.nn.Parameter(torch.randn(61, 5))
+    found, of_links = block_trainer.block_loss(states, hidden, output, latents, links), links.grad
+    assert of_links is not None
+    links.grad = None
+    target, said = (hidden @ output.T).softmax(-1), states @ output.T + latents @ links.T
+    losses = -(target * said.log_softmax(-1)).sum(-1).mean((0, 1))
+    expected = (losses[0] + 0.8 * losses[1] + 0.64 * losses[2]) / 2.44
+    expected.backward()
+    assert_close(found.loss, expected.detach())
+    for gradient, part in zip([*found.gradients, of_links], (states, latents, links), strict=True):
+        assert part.grad is not None
+        assert_close(gradient, part.grad)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_run(kind: str, tmp_path: Path) -> None:
     target = write_tiny_checkpoint(tmp_path / "model", seed=5, vocab_size=4096)
     text, values = tmp_path / "text", list[list[float]]()
     text.mkdir()
     for i in range(24):
         (text / f"{i}.py").write_text(written_text(i), "utf8")
-    config = settings(tmp_path / "out", model=str(target), text=[str(text)], kind="dflash", num_layers=1)
+    config = settings(tmp_path / "out", model=str(target), text=[str(text)], kind=kind, num_layers=1)
     assert draft.train(config, silent(), lambda _, of_step: values.append(of_step)) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text("utf8"))
     for way in ("sampled", "greedy"):
@@ -116,8 +150,12 @@ def test_a_run(tmp_path: Path) -> None:
     assert all(report[way]["num_steps"] == 2 for way in ("sampled", "greedy", "replayed"))
     assert values[-1][0] < values[0][0]
     stored = json.loads((tmp_path / "out" / "head" / "config.json").read_text("utf8"))
-    assert (stored["block_size"], stored["num_hidden_layers"]) == (3, 1)
-    assert stored["dflash_config"] == {"mask_token_id": 4095, "target_layer_ids": [0, 1, 2]}
+    reads = {"mask_token_id": 4095, "target_layer_ids": [0, 1, 2]}
+    if kind == "dflash":
+        assert (stored["block_size"], stored["num_hidden_layers"], stored["dflash_config"]) == (3, 1, reads)
+    else:
+        assert (stored["block_size"], stored["markov_rank"], stored["architectures"]) == (2, 64, ["Qwen3DSparkModel"])
+        assert {name: stored[name] for name in reads} == reads
     tensors = load_file(tmp_path / "out" / "head" / "model.safetensors")
     assert "scales" not in tensors
     assert sum(tensor.numel() for tensor in tensors.values()) == report["parameters"]
@@ -138,13 +176,20 @@ def peak_bytes(loop: trainer.DraftTrainer) -> int:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "changes"), [(2000, {"seq": 128}), (300, {"seq": 128, "num_heads": 8}), (30_000, {"seq": 32})]
+    ("vocab_size", "changes"),
+    [
+        (2000, {"seq": 128}),
+        (300, {"seq": 128, "num_heads": 8}),
+        (30_000, {"seq": 32}),
+        (2000, {"seq": 128, "kind": "dspark"}),
+        (30_000, {"seq": 32, "kind": "dspark", "markov_rank": 16}),
+    ],
 )
 def test_a_step_takes_the_memory_that_is_predicted(
     vocab_size: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "SLICE_NUMBERS", 1 << 16)
-    config = settings(tmp_path, kind="dflash", **changes)
+    config = settings(tmp_path, **{"kind": "dflash"} | changes)
     some = windows.Windows.empty(3, config.seq + 1, 3 * 64, 64)
     some.tokens.random_(vocab_size, generator=torch.Generator().manual_seed(0))
     some.features.fill_(1.0)
@@ -165,6 +210,8 @@ def test_a_step_takes_the_memory_that_is_predicted(
 def test_flags_that_contradict_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="--draft-vocab-size: a dflash head drafts by the target's own"):
         settings(tmp_path, kind="dflash", draft_vocab_size=9)
+    with pytest.raises(ValidationError, match="--markov-rank 8: only dspark heads have such matrices"):
+        settings(tmp_path, kind="dflash", markov_rank=8)
     with pytest.raises(ValidationError, match="--num-layers 3: an eagle3 head has one layer"):
         settings(tmp_path, num_layers=3)
     one = write_tiny_checkpoint(tmp_path / "one", seed=0, vocab_size=4096, layer_types=["full_attention"])

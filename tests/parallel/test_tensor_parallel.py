@@ -28,6 +28,7 @@ from tests.parallel.jobs import Job, job, prompts, run_job
 from tests.tiny import WHOLE_BLOCKS, write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
+BLOCK_HEADS = "dflash", "dflash2", "dspark-gated"
 TIMEOUT_S = 600
 TOLERANCE = 2e-5  # of log probabilities, of logits up to 30; relative to those beyond 1
 # Steps of the delta rule up to 2 turn states around and carry rounding on.
@@ -132,13 +133,14 @@ def draft_jobs(folder: Path, names: Iterable[str]) -> list[Job]:
 
 
 def separate_drafts(root: Path, target: Path) -> list[Job]:
-    """An EAGLE-3 head with a vocabulary of its own, a DFlash head, and a model of another family."""
+    """An EAGLE-3 head with a vocabulary of its own, block heads, and a model of another family."""
     head = write_head(root / "eagle3", target, "eagle3", 0).folder
-    block = write_block_head(root / "dflash", target, 0).folder
+    blocks = {name: write_block_head(root / name, target, 0, variant=name).folder for name in BLOCK_HEADS}
     FAMILIES["mamba2"].build(root / "small", "biased-tied")
-    paths = {"eagle3": head, "dflash": block, "draft-model": root / "small"}
+    paths = {"eagle3": head, **blocks, "draft-model": root / "small"}
+    kinds = dict.fromkeys(blocks, "dflash")
     return [
-        job(name, target, TEXTS, speculative_algorithm=name, speculative_draft_model_path=str(path))
+        job(name, target, TEXTS, speculative_algorithm=kinds.get(name, name), speculative_draft_model_path=str(path))
         for name, path in paths.items()
     ]
 
@@ -199,7 +201,7 @@ def test_texts_with_drafts_are_the_same(name: str, request: pytest.FixtureReques
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft-model", "dflash", "eagle3"])
+@pytest.mark.parametrize("name", ["draft-model", "eagle3", *BLOCK_HEADS])
 def test_separate_drafts_are_divided_too(more: Results, name: str) -> None:
     shared = more.check(name)
     assert sum(heads for _, heads in shared["kv"]) < sum(heads for _, heads in more.alone[name]["kv"])

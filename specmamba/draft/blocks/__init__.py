@@ -1,4 +1,4 @@
-"""Drafting with a block head (DFlash): one pass over a root and masks gives the distributions of all depths."""
+"""Drafting with a block head (DFlash, DSpark, DFlash2): one pass over a root and masks for all depths."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specmamba.cache.access import PagedKV, prefill_chunk, tree_keys
+from specmamba.cache.access import PagedKV, prefill_chunk
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.core import Batch, DraftTree, PrefillChunk, Verdict
+from specmamba.draft.blocks.block_keys import keys_of_block
+from specmamba.draft.blocks.linked_block import LinkedBlock, num_expanded
 from specmamba.draft.blocks.marginal_trees import chain_of, marginal_trees
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
-from specmamba.draft.heads.children import ChildPicker
+from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.missed_steps import MissedSteps
-from specmamba.draft.heads.tree_growth import comb_of
+from specmamba.draft.heads.tree_growth import comb_of, exact_widths, grow_dynamic_tree, offer_comb
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import BlockHead
@@ -31,6 +33,9 @@ class BlockDrafter(Drafter):
     tokens in ``extend``, of an accepted path in ``observe``. They depend on no state of the drafter, so nothing is
     pending between steps, and a request that continues from a cached prefix needs nothing but the prefix's KV. From the
     root on they are those of the newest block, which the next block or the accepted path overwrites.
+
+    Where the head has links between tokens, drafts are grown node by node from the one pass: the distribution of a
+    node's children is the block's at their depth, and what the node's own token adds.
 
     Steps without drafts it may skip. It then keeps the target's features, as context vectors, and stores their keys and
     values when it returns; older ones never (``MissedSteps``).
@@ -51,13 +56,14 @@ class BlockDrafter(Drafter):
             own_kv: the part of ``kv_pool`` that is the head's alone.
         """
         self.max_nodes, self.max_steps = plan.max_nodes, plan.num_steps
-        self.num_distributions = plan.num_steps + 1
         self.head = head
         self._plan, self._picker = plan, ChildPicker(plan.draws_drafts)
         self._kv_pool, self._own_kv, self._table = kv_pool, own_kv, table
         self._device = table.kv_slots.device
-        shape = plan.num_steps, plan.topk, plan.max_nodes
-        self._trees = None if plan.topk == 1 or plan.is_sized else marginal_trees(*shape, self._device)
+        shape, grows_trees = (plan.num_steps, plan.topk, plan.max_nodes), plan.topk > 1 and not plan.is_sized
+        self._trees = marginal_trees(*shape, self._device) if grows_trees and head.links is None else None
+        self._widths = exact_widths(plan.num_steps, plan.max_nodes) if grows_trees and head.links is not None else None
+        self.num_distributions = 1 + (plan.num_steps if self._widths is None else num_expanded(plan.topk, self._widths))
         self._missed = MissedSteps()
         self._root = [0] * (table.num_rows + 1)  # positions of the roots, missed steps not counted
 
@@ -86,6 +92,9 @@ class BlockDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         plan, trees = self._plan, self._trees
+        if self._widths is not None:
+            block = self._linked(batch, plan.num_steps)
+            return grow_dynamic_tree(block, self._picker, plan, batch, block.start(batch), self._widths)
         if trees is None:
             return self.propose_chain(batch, min(plan.num_steps + 1, plan.max_nodes))
         children = self._picker.pick(self.marginals(batch, plan.num_steps), plan.topk, batch, 0)
@@ -95,21 +104,42 @@ class BlockDrafter(Drafter):
         return root_tree(batch)
 
     def propose_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
-        return chain_of(batch, *self._picker.pick_one(self.marginals(batch, num_nodes - 1), batch, 0))
+        if num_nodes == 1:
+            return root_tree(batch)
+        if self.head.links is None:
+            return chain_of(batch, *self._picker.pick_one(self.marginals(batch, num_nodes - 1), batch, 0))
+        block = self._linked(batch, num_nodes - 1)
+
+        def descend(tokens: Tensor, hidden: Tensor, depth: int) -> Tensor:
+            return block.descend(batch, tokens, hidden, depth, None, depth)
+
+        return grow_chain(self._picker, batch, num_nodes, block.start(batch), block.logits, descend)
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
-        children = self._picker.pick(self.marginals(batch, num_steps), self._plan.topk, batch, 0)
+        topk = self._plan.topk
+        if self.head.links is not None:
+            block = self._linked(batch, num_steps)
+            return offer_comb(block, self._picker, batch, block.start(batch), num_steps, topk)
+        children = self._picker.pick(self.marginals(batch, num_steps), topk, batch, 0)
         return comb_of(children.tokens, children.place_logp, children.probs)
 
     def marginals(self, batch: Batch, num_steps: int) -> Tensor:
         """Logits [B, num_steps, V] of the tokens at the first depths below the roots."""
-        length = num_steps + 1
+        return self.head.logits(self._run(batch, num_steps))
+
+    def _linked(self, batch: Batch, num_steps: int) -> LinkedBlock:
+        assert self.head.links is not None
+        hidden = self._run(batch, num_steps)
+        return LinkedBlock(self.head.links, hidden, self.head.logits(hidden))
+
+    def _run(self, batch: Batch, num_steps: int) -> Tensor:
+        """Hidden states [B, num_steps, H] of blocks on the roots."""
+        length = num_steps if self.head.drafts_at_root else num_steps + 1
         positions = batch.root_positions[:, None] + torch.arange(length, device=self._device)
-        sees = torch.ones(1, length, length, dtype=torch.bool, device=self._device).expand(batch.size, -1, -1)
-        keys = tree_keys(self._table, batch, sees.contiguous(), batch.max_root_position + length)
-        slots = self._table.slots_at(batch.row_index, positions)
-        kv = PagedKV(self._kv_pool, slots.view(-1), keys)
-        return self.head.logits(self.head.forward(batch.root_tokens, ForwardContext(kv, None, positions)))
+        slots = self._table.slots_at(batch.row_index, positions).view(-1)
+        keys = (keys_of_block(view, self._table, batch, length) for view in self.head.views)
+        contexts = [ForwardContext(PagedKV(self._kv_pool, slots, seen), None, positions) for seen in keys]
+        return self.head.forward(batch.root_tokens, contexts)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Make the keys and values of the accepted paths."""

@@ -13,6 +13,7 @@ This value bounds the values of all nodes below it, so none that depends on the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
@@ -73,7 +74,12 @@ class Growth:
 
 
 def grow_dynamic_tree(
-    runner: HeadRunner, picker: ChildPicker, plan: DraftPlan, batch: Batch, hidden: Tensor
+    runner: HeadRunner,
+    picker: ChildPicker,
+    plan: DraftPlan,
+    batch: Batch,
+    hidden: Tensor,
+    width: int | Sequence[int] | None = None,
 ) -> DraftTree:
     """Draft a tree of ``plan.max_nodes`` nodes on every root.
 
@@ -83,12 +89,28 @@ def grow_dynamic_tree(
         plan: gives depth, children per node and number of nodes.
         batch: the roots.
         hidden: [B, 1, H], the head's states after the roots.
+        width: nodes of a step that get children, as of ``grow``; None: as many as a node gets.
     """
-    growth = grow(runner, picker, batch, hidden, (plan.num_steps, plan.topk, plan.topk))
+    growth = grow(runner, picker, batch, hidden, (plan.num_steps, plan.topk, plan.topk if width is None else width))
     return _best_nodes(batch, plan, growth)
 
 
-def grow(runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, shape: tuple[int, int, int]) -> Growth:
+def exact_widths(num_steps: int, max_nodes: int) -> tuple[int, ...]:
+    """Nodes of each depth that must get children for ``grow_dynamic_tree`` to find the best tree, from depth 1 on.
+
+    A node at depth d with a child in the tree has d - 1 nodes between it and the root, and every node of its depth with
+    a higher value is in the tree too: so no more than N - 2 - d of these, itself excluded.
+    """
+    return tuple(max(1, max_nodes - 1 - depth) for depth in range(1, num_steps))
+
+
+def grow(
+    runner: HeadRunner,
+    picker: ChildPicker,
+    batch: Batch,
+    hidden: Tensor,
+    shape: tuple[int, int, int | Sequence[int]],
+) -> Growth:
     """Propose children, step by step.
 
     Args:
@@ -96,9 +118,11 @@ def grow(runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, 
         picker: picks children.
         batch: the roots.
         hidden: [B, 1, H], the head's states after the roots.
-        shape: steps, children of a node, and nodes of a step that get children: the best by value.
+        shape: steps, children of a node, and nodes of a step that get children: the best by value; a number, or one for
+            every step but the first.
     """
     num_steps, topk, width = shape
+    widths = [width] * num_steps if isinstance(width, int) else width
     size, device = batch.size, hidden.device
     children = picker.pick(runner.head.logits(hidden), topk, batch, 0)
     nothing = torch.zeros(size, 1, device=device)
@@ -107,7 +131,7 @@ def grow(runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, 
     ancestors = torch.ones(size, 1, 1, dtype=torch.bool, device=device)  # mask of the entries; entry 0 is the root
     for depth in range(1, num_steps):
         last, num_before = steps[-1], 1 + sum(step.tokens.shape[1] for step in steps[:-1])
-        best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(-1).values
+        best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, : widths[depth - 1]].sort(-1).values
         above = best // topk  # index of the parent among the nodes of the step before
         hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
         num_entries = ancestors.shape[2]
