@@ -1,7 +1,8 @@
 """Keys and values of a layer side by side, or those of a token: what attention and copies of prefixes take of either.
 
     python -m specmamba.bench.kv_layout [--json FILE] [--contexts 512,2048,8192,32768] [--batches 1,8] [--nodes 1,4,8]
-                                        [--dtypes fp32,bf16] [--prefix 2000] [--rounds 9] [--max-gib 4]
+                                        [--dtypes fp32,bf16] [--orders runs,scattered] [--prefix 2000] [--rounds 9]
+                                        [--max-gib 4] [--threads N] [--clock wall|cpu]
 
 Layer-major pools have a tensor of keys and one of values for each layer, as the engine's; token-major ones have all
 layers of a token in one run of memory. Attention is timed over all layers, as a step runs them, so a small pool stays
@@ -9,7 +10,8 @@ in caches and a large one does not, by its own size. Copies bring all layers of 
 piece of memory, and back, by the calls that tiers of the prefix cache make. Both layouts are views on the same memory,
 and take turns within a round. Slots are one run for each text, as a fresh pool gives them out ("runs"), or in random
 order ("scattered"), as a full pool does in the end. The ratio is token-major over layer-major, within each round.
-Cases that need more memory than ``--max-gib`` are left out, and named.
+Cases that need more memory than ``--max-gib`` are left out, and named. On a machine that others use too, ``--threads 1
+--clock cpu`` counts the time that the processor works for this process alone.
 """
 
 from __future__ import annotations
@@ -72,6 +74,16 @@ class KVLayoutConfig(CommandLine, JsonFile):
     dtypes: Annotated[
         tuple[DType, ...], Field(min_length=1, description="of keys and values"), BeforeValidator(split_numbers)
     ] = ("fp32", "bf16")
+    orders: Annotated[
+        tuple[Order, ...],
+        Field(min_length=1, description="of slots that attention reads"),
+        BeforeValidator(split_numbers),
+    ] = ("runs", "scattered")
+    threads: Annotated[Count | None, Field(description="of attention; none: PyTorch's choice")] = None
+    clock: Annotated[
+        Literal["wall", "cpu"],
+        Field(description="cpu: time that processors work for this process, all threads together"),
+    ] = "wall"
     prefix: Annotated[Count, Field(description="tokens of a prefix that is copied")] = 2000
     rounds: Annotated[Count, Field(description="rounds; medians and ranges over them are reported")] = 9
     max_gib: Annotated[float, Field(gt=0, description="of a pool; cases with larger ones are left out")] = 4.0
@@ -115,8 +127,11 @@ def run(config: KVLayoutConfig) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(0)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    clock = time.perf_counter if config.clock == "wall" else time.process_time
     orders: tuple[Order, ...] = get_args(Order)
-    steps = [*product(MODELS, config.dtypes, orders, config.batches, config.contexts, config.nodes)]
+    steps = [*product(MODELS, config.dtypes, config.orders, config.batches, config.contexts, config.nodes)]
     copies = [*product(MODELS, config.dtypes, orders)]
     rows, left_out = [], []
     with torch.inference_mode(), progress_bar("kv layout", len(steps) + len(copies)) as advance:
@@ -126,16 +141,17 @@ def run(config: KVLayoutConfig) -> dict[str, Any]:
                 left_out.append(case)
             else:
                 runs = step_runs(MODELS[name], dtype, order, batch, context, nodes)
-                rows.append({"what": "attention", **case, **compare(runs, config.rounds)})
+                rows.append({"what": "attention", **case, **compare(runs, config.rounds, clock)})
             advance()
         for name, dtype, order in copies:
             for what, runs in copy_runs(MODELS[name], dtype, order, config.prefix).items():
                 case = {"model": name, "dtype": dtype, "slots": order, "tokens": config.prefix}
-                rows.append({"what": what, **case, **compare(runs, config.rounds)})
+                rows.append({"what": what, **case, **compare(runs, config.rounds, clock)})
             advance()
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
+        "clock": config.clock,
         "versions": versions(("specmamba", "torch")),
         "rounds": config.rounds,
         "results": rows,
@@ -249,31 +265,31 @@ def copy_runs(model: Model, dtype: DType, order: Order, tokens: int) -> dict[str
     }
 
 
-def compare(runs: dict[str, Run], rounds: int) -> dict[str, Any]:
+def compare(runs: dict[str, Run], rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Milliseconds of each layout, and of token-major over layer-major within a round: medians with ranges."""
     for each in runs.values():
         each()
-    counts = {name: max(1, int(MIN_ROUND_S / max(_seconds(each, 1), 1e-7))) for name, each in runs.items()}
+    counts = {name: max(1, int(MIN_ROUND_S / max(_seconds(each, 1, clock), 1e-7))) for name, each in runs.items()}
     names, times = [*runs], dict[str, list[float]]((name, []) for name in runs)
     for number in range(rounds):
         for name in in_turns(names, number):
-            times[name].append(_seconds(runs[name], counts[name]))
+            times[name].append(_seconds(runs[name], counts[name], clock))
     ratios = [later / earlier for earlier, later in zip(times["layer-major"], times["token-major"], strict=True)]
     milliseconds = {name: median_with_range([1e3 * x for x in found], 4) for name, found in times.items()}
     return {"ms": milliseconds, "ratio": median_with_range(ratios, 3)}
 
 
-def _seconds(run: Run, count: int) -> float:
-    began = time.perf_counter()
+def _seconds(run: Run, count: int, clock: Callable[[], float]) -> float:
+    began = clock()
     for _ in range(count):
         run()
-    return (time.perf_counter() - began) / count
+    return (clock() - began) / count
 
 
 def print_report(report: Report) -> None:
     """Print a table of all cases, and of their ratios together."""
     page = Page()
-    page.lines(f"{report['machine']}, {report['threads']} threads, {report['rounds']} rounds")
+    page.lines(f"{report['machine']}, {report['threads']} threads, {report['rounds']} rounds, {report['clock']} clock")
     keys = "what", "model", "dtype", "slots", "batch", "context", "nodes"
     rows = [
         (

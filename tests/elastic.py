@@ -72,7 +72,7 @@ def fake_library() -> Path:
     if sys.platform != "linux":
         pytest.skip("needs calls of Linux")
     try:
-        return built_library(Path(__file__).parent / "cache" / "fake_cuda_driver.cpp", chosen_level())
+        return built_library(Path(__file__).parent / "cache" / "pools" / "fake_cuda_driver.cpp", chosen_level())
     except NativeUnavailableError as reason:
         pytest.skip(f"needs a C++ compiler: {reason}")
 

@@ -11,7 +11,7 @@ import ctypes
 import logging
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -160,7 +160,8 @@ def driver_of(device: torch.device) -> CudaDriver | None:
     """Return what maps memory on a device; None: that is impossible on it, and was said in a warning."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    return _driver(torch.cuda.current_device() if device.index is None else device.index)
+    ordinal = cast("int | None", device.index)
+    return _driver(torch.cuda.current_device() if ordinal is None else ordinal)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,10 @@ def test_a_report_of_all_cases(
     monkeypatch.setattr(kv_layout, "MODELS", {"small": MODEL})
     file = tmp_path / "layout.json"
     flags = ["--contexts", "8,4000", "--batches", "1,2", "--nodes", "1,4", "--prefix", "6", "--rounds", "3"]
-    assert kv_layout.main([*flags, "--dtypes", "bf16", "--max-gib", "0.001", "--json", str(file)]) == 0
+    flags += ["--dtypes", "bf16", "--max-gib", "0.001", "--clock", "cpu", "--json", str(file)]
+    assert kv_layout.main(flags) == 0
     report = json.loads(file.read_text())
+    assert report["clock"] == "cpu"
     steps = [row for row in report["results"] if row["what"] == "attention"]
     assert [(row["slots"], row["batch"], row["context"], row["nodes"]) for row in steps] == [
         (order, batch, 8, nodes) for order in ("runs", "scattered") for batch in (1, 2) for nodes in (1, 4)
@@ -83,7 +86,7 @@ def test_a_report_of_all_cases(
 def test_the_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one round the machine is slow for both."""
     seconds = iter([1.0, 1.0, 1.0, 2.0, 30.0, 10.0, 1.0, 3.0])  # the second round begins with token-major
-    monkeypatch.setattr(kv_layout, "_seconds", lambda run, count: next(seconds))
-    found = kv_layout.compare({"layer-major": int, "token-major": int}, 3)
+    monkeypatch.setattr(kv_layout, "_seconds", lambda run, count, clock: next(seconds))
+    found = kv_layout.compare({"layer-major": int, "token-major": int}, 3, time.perf_counter)
     assert found["ratio"] == {"median": 3.0, "range": [2.0, 3.0]}
     assert found["ms"]["token-major"]["range"] == [2000.0, 30_000.0]
