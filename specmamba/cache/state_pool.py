@@ -57,12 +57,12 @@ class StatePool:
         if store is not None:
             of_state = s.num_recurrent_values * shape.state_dtype.itemsize, s.window_bytes(shape.dtype)
             room = store.whole(room, *of_state)
-        parts = (
+        parts: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
             ((layers, room, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype),
             ((layers, room, s.conv_width - 1, s.conv_channels), shape.dtype),
             ((1, self.most_slots + 1, shape.draft_features), shape.features_dtype),
         )
-        self._memory = [new_layers(*part, device, num_slots + 1, store) for part in parts]
+        self._memory = [new_layers(size, dtype, device, num_slots + 1, store) for size, dtype in parts]
         self.recurrent, self.conv, self.features = (layers.tensor for layers in self._memory)
         self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
