@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 
 import numpy as np
@@ -11,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specmamba.cache.pool_memory import Layers, new_layers
+from specmamba.cache.pool_memory.chunk_store import ChunkStore
 from specmamba.cache.shapes import SCALE_DTYPE, CacheShape
 from specmamba.kernels import state_copy
 from specmamba.kernels.paged_attention.codes import as_bytes
-from specmamba.processes.unused_memory import end_huge_pages_at, give_back_pages
 
 Pages = NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
@@ -161,19 +161,33 @@ class KVPool:
     The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
     but its pages still count tokens. Codes (``CacheShape.kv_dtype``) have scales, ``k_scales`` and ``v_scales``: for
     every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools. Values of
-    latent attention are views on their keys. A pool that can grow has the tensors of its largest size from the start;
-    on a CPU they take memory where they were written.
+    latent attention are views on their keys. A pool that can grow has the tensors of its largest size, or more, from
+    the start; on a CPU they take memory where they were written, on a GPU where a store's chunks are mapped into them.
     """
 
     def __init__(
-        self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device, most_pages: int | None = None
+        self,
+        shape: CacheShape,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        most_pages: int | None = None,
+        store: ChunkStore | None = None,
     ) -> None:
         self.page_size, self.is_exact = page_size, shape.is_exact
         self.allocator = PageAllocator(num_pages, most_pages)
         num_slots = (self.allocator.most_pages + 1) * page_size
+        if store is not None:
+            num_slots = store.whole(num_slots, *_bytes_of_slots(shape))
         sizes = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for group in shape.kv]
         are_latent = [group.latent_dim is not None for group in shape.kv]
-        keys, values = _keys_and_values(sizes, are_latent, shape.stored_kv_dtype, device)
+        self._memory: list[Layers] = []
+
+        def new(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            self._memory.append(new_layers(size, dtype, device, self._num_slots, store))
+            return self._memory[-1].tensor
+
+        keys, values = _keys_and_values(sizes, are_latent, shape.stored_kv_dtype, new)
         value_dims = [group.latent_dim or group.head_dim for group in shape.kv]
         self.k = _layers(keys)
         self.v = _layers([group[..., -dim:] for group, dim in zip(values, value_dims, strict=True)])
@@ -181,7 +195,7 @@ class KVPool:
         self.v_scales: tuple[Tensor | None, ...] = self.k_scales
         groups = [*keys, *values]
         if shape.kv_dtype is not None:
-            of_keys, of_values = _keys_and_values([size[:-1] for size in sizes], are_latent, SCALE_DTYPE, device)
+            of_keys, of_values = _keys_and_values([size[:-1] for size in sizes], are_latent, SCALE_DTYPE, new)
             self.k_scales, self.v_scales = _layers(of_keys), _layers(of_values)
             groups += [*of_keys, *of_values]
         self._groups = tuple(as_bytes(group) for group in {id(group): group for group in groups}.values())
@@ -203,6 +217,11 @@ class KVPool:
         return self.allocator.num_pages * self.page_size
 
     @property
+    def _num_slots(self) -> int:
+        """Token slots, those of the padding page included."""
+        return (self.allocator.num_pages + 1) * self.page_size
+
+    @property
     def num_used_tokens(self) -> int:
         """Tokens in pages that requests need, the unused ends of the pages included."""
         return self.allocator.num_pinned * self.page_size
@@ -219,13 +238,17 @@ class KVPool:
 
     def give_back(self) -> None:
         """Give back the memory of an unused pool, on a CPU."""
-        for group in self._groups:
-            give_back_zeros(group)
+        for layers in self._memory:
+            layers.give_back()
 
-    def give_back_unused(self) -> None:
-        """Give back the memory behind the last page, in all layers, on a CPU; huge pages end before it."""
-        for group in self._groups:
-            give_back_behind(group, (self.allocator.num_pages + 1) * self.page_size)
+    def fit(self) -> None:
+        """Let all layers have memory up to the last page, and none behind it: after each change of their number.
+
+        Raises:
+            DriverError: memory of a GPU could not be mapped; the pool is not to be used any more.
+        """
+        for layers in self._memory:
+            layers.fit(self._num_slots)
 
     def move_pages(self, source: Pages, target: Pages) -> None:
         """Copy pages ``source`` [n] to ``target`` [n], none of which is among the former, in all layers."""
@@ -256,52 +279,24 @@ class KVPool:
 
 
 def _keys_and_values(
-    sizes: Sequence[tuple[int, ...]], are_latent: Sequence[bool], dtype: torch.dtype, device: torch.device
+    sizes: Sequence[tuple[int, ...]],
+    are_latent: Sequence[bool],
+    dtype: torch.dtype,
+    new: Callable[[tuple[int, ...], torch.dtype], Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Zeros for groups of keys, and for as many of values: in latent attention these are their keys."""
-    keys = [lazy_zeros(size, dtype, device) for size in sizes]
+    """New tensors for groups of keys, and for as many of values: in latent attention these are their keys."""
+    keys = [new(size, dtype) for size in sizes]
     parts = zip(sizes, keys, are_latent, strict=True)
-    return keys, [of_keys if is_latent else lazy_zeros(size, dtype, device) for size, of_keys, is_latent in parts]
+    return keys, [of_keys if is_latent else new(size, dtype) for size, of_keys, is_latent in parts]
+
+
+def _bytes_of_slots(shape: CacheShape) -> Iterator[int]:
+    """Bytes of a token in each of the tensors of a pool: keys or values, and scales."""
+    for group in shape.kv:
+        yield group.num_heads * group.head_dim * shape.stored_kv_dtype.itemsize
+        if shape.kv_dtype is not None:
+            yield group.num_heads * SCALE_DTYPE.itemsize
 
 
 def _layers(groups: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(layer for group in groups for layer in group)
-
-
-ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
-
-
-def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros that take physical memory on a CPU only when they are first written.
-
-    A pool has its largest size from the start. PyTorch writes its zeros at once; NumPy gets them from the operating
-    system, which maps a page at its first use, or clears memory that was freed before, which is given back here.
-    """
-    if device.type != "cpu":
-        return torch.zeros(*size, dtype=dtype, device=device)
-    num_bytes = math.prod(size) * dtype.itemsize
-    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-    offset = -memory.ctypes.data % ALIGNMENT
-    zeros = torch.from_numpy(memory[offset : offset + num_bytes]).view(dtype).view(*size)
-    give_back_zeros(zeros)
-    return zeros
-
-
-def give_back_zeros(zeros: Tensor) -> None:
-    """Give back the memory that a tensor of ``lazy_zeros`` has taken: its whole pages are zeros again.
-
-    On other devices than a CPU, and other systems than Linux, it stays as it is.
-    """
-    if zeros.is_cpu:
-        give_back_pages(zeros.data_ptr(), zeros.nbytes)
-
-
-def give_back_behind(layers: Tensor, count: int) -> None:
-    """Give back what a tensor of ``lazy_zeros`` has behind the first ``count`` entries of each layer, as above.
-
-    The system may use huge pages for these entries, and uses none that would reach behind them.
-    """
-    for layer in layers if layers.is_cpu else ():
-        begin = layer.data_ptr()
-        end_huge_pages_at(begin, begin + layer[:count].nbytes, begin + layer.nbytes)
-        give_back_zeros(layer[count:])

@@ -1,9 +1,11 @@
 """One budget of memory for KV pages and recurrent states, divided by a line that moves while requests run.
 
-Both pools have addresses for their largest size from the start, and the operating system gives memory to what has been
-written. A pool that shrinks gives back the memory behind its new end, and the other one may take as much. So no tensor,
-no stride and no address of a captured step ever changes, and layers stay as dense as in pools of fixed sizes. What
-stands behind the new end of a pool is copied to lower pages or slots first, and all who know it by number are told.
+Both pools have addresses for their largest size from the start. On a CPU the operating system gives memory to what has
+been written, on a GPU the driver maps chunks of memory up to the end of each layer. A pool that shrinks gives back the
+memory behind its new end, and the other one may take as much. So no tensor, no stride and no address of a captured step
+ever changes, and layers stay as dense as in pools of fixed sizes. What stands behind the new end of a pool is copied to
+lower pages or slots first, and all who know it by number are told. A pool has memory before its new pages or slots can
+be allocated, and gives it back after they are gone.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class Split:
         self._kv, self._states = kv, states
         self._start = kv.allocator.num_pages, states.num_slots
         self._num_moves = self._moved_pages = self._moved_states = 0
-        kv.give_back_unused()
-        states.give_back_unused()
+        kv.fit()
+        states.fit()
 
     @property
     def stats(self) -> SplitStats:
@@ -92,7 +94,7 @@ class Split:
         if num_pages > 0:
             self._drop_pages(num_pages)
         states.extend(count)
-        states.give_back_unused()
+        states.fit()
         return True
 
     def gain_pages(self, num_missing: int, num_kept: int) -> bool:
@@ -117,7 +119,7 @@ class Split:
             self._drop_slots(num_slots)
         wanted = max(num_missing, bounds.slot_bytes // bounds.page_bytes)
         allocator.extend(min(room, wanted, self.spare_bytes // bounds.page_bytes))
-        self._kv.give_back_unused()
+        self._kv.fit()
         return True
 
     def restore(self) -> None:
@@ -126,10 +128,12 @@ class Split:
         allocator, states = self._kv.allocator, self._states
         allocator.shrink(max(0, allocator.num_pages - num_pages))
         states.shrink(max(0, states.num_slots - num_slots))
+        self._kv.fit()  # what one gives back, the other needs below
+        states.fit()
         allocator.extend(num_pages - allocator.num_pages)
         states.extend(num_slots - states.num_slots)
-        self._kv.give_back_unused()
-        states.give_back_unused()
+        self._kv.fit()
+        states.fit()
         self._num_moves = self._moved_pages = self._moved_states = 0
 
     def _drop_pages(self, count: int) -> None:
@@ -140,7 +144,7 @@ class Split:
             now[source] = target
             for follower in self.followers:
                 follower.pages_moved(now)
-        self._kv.give_back_unused()
+        self._kv.fit()
         self._num_moves += 1
         self._moved_pages += len(source)
 
@@ -149,6 +153,6 @@ class Split:
         for slot, now in moved:
             if not any(follower.state_moved(slot, now) for follower in self.followers):
                 raise StateOwnershipError(f"state slot {slot} has moved to {now}, and its owner is not known")
-        self._states.give_back_unused()
+        self._states.fit()
         self._num_moves += 1
         self._moved_states += len(moved)

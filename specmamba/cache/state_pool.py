@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.cache.kv_pool import give_back_behind, give_back_zeros, lazy_zeros
+from specmamba.cache.pool_memory import new_layers
+from specmamba.cache.pool_memory.chunk_store import ChunkStore
 from specmamba.cache.shapes import CacheShape
 
 PREFIX_CACHE = "prefix cache"  # the owner of states that any request may copy
@@ -40,15 +41,29 @@ class StatePool:
     which the tensors have room.
     """
 
-    def __init__(self, shape: CacheShape, num_slots: int, device: torch.device, most_slots: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_slots: int,
+        device: torch.device,
+        most_slots: int | None = None,
+        store: ChunkStore | None = None,
+    ) -> None:
         s = shape.state
         layers = shape.num_state_layers
         self.num_slots, self.is_exact = num_slots, shape.is_exact
         self.most_slots = num_slots if most_slots is None else most_slots
-        size = layers, self.most_slots + 1
-        self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype, device)
-        self.conv = lazy_zeros((*size, s.conv_width - 1, s.conv_channels), shape.dtype, device)
-        self.features = lazy_zeros((1, self.most_slots + 1, shape.draft_features), shape.features_dtype, device)
+        room = self.most_slots + 1
+        if store is not None:
+            of_state = s.num_recurrent_values * shape.state_dtype.itemsize, s.window_bytes(shape.dtype)
+            room = store.whole(room, *of_state)
+        parts: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
+            ((layers, room, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype),
+            ((layers, room, s.conv_width - 1, s.conv_channels), shape.dtype),
+            ((1, self.most_slots + 1, shape.draft_features), shape.features_dtype),
+        )
+        self._memory = [new_layers(size, dtype, device, num_slots + 1, store) for size, dtype in parts]
+        self.recurrent, self.conv, self.features = (layers.tensor for layers in self._memory)
         self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
         self._stamps: dict[int, Stamp] = {}
@@ -69,13 +84,17 @@ class StatePool:
 
     def give_back(self) -> None:
         """Give back the memory of an unused pool, on a CPU."""
-        for states in self._states:
-            give_back_zeros(states)
+        for layers in self._memory:
+            layers.give_back()
 
-    def give_back_unused(self) -> None:
-        """Give back the memory behind the last slot, in all layers, on a CPU; huge pages end before it."""
-        for states in self._states:
-            give_back_behind(states, self.num_slots + 1)
+    def fit(self) -> None:
+        """Let all layers have memory up to the last slot, and none behind it: after each change of their number.
+
+        Raises:
+            DriverError: memory of a GPU could not be mapped; the pool is not to be used any more.
+        """
+        for layers in self._memory:
+            layers.fit(self.num_slots + 1)
 
     def extend(self, count: int) -> None:
         """Add free slots behind the others. Raises ValueError: there is no room for so many."""

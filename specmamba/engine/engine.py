@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
-from specmamba.cache.memory.elastic import why_fixed
+from specmamba.cache.memory.elastic import elastic_chunk
 from specmamba.cache.prefix.inspection import View
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_disk_folder
@@ -105,7 +105,6 @@ class Engine:
             self.eos_token_ids = self.model.eos_token_ids
             self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size, self.models.block_size)
             weight_bytes = -self.ranks.smallest(-self.models.weight_bytes)
-            fixed = why_fixed(config, self.model.cache_shape, self.device.type)
             self.memory_plan = plan_memory(
                 config,
                 self.model.cache_shape,
@@ -115,7 +114,7 @@ class Engine:
                 self.draft_plan.num_lookahead_slots,
                 budget,
                 weight_bytes,
-                is_elastic=fixed is None,
+                elastic_chunk=elastic_chunk(config, self.model.cache_shape, self.device),
             )
             self.ranks.agree("the memory that they plan", repr(self.memory_plan))
         # outside of inference mode: an abort, which runs outside of a step, writes these tensors
@@ -463,11 +462,19 @@ class Engine:
         if news and self.runner.sizer is not None:
             self.runner.sizer.observe_rest(time.perf_counter() - self._finished)
 
-    def _settle_for(self, request_id: str) -> None:
-        """Read the step in flight, if a request is part of it; the next call of ``step`` tells about it."""
-        if self._in_flight is not None and self._in_flight.has(request_id):
+    def settle(self) -> None:
+        """Read the step in flight, if there is one; the next call of ``step`` tells about it.
+
+        What makes room between two steps calls this before: states that a step is folding cannot move.
+        """
+        if self._in_flight is not None:
             with torch.inference_mode():
                 self._untold += self._tell(self._receive())
+
+    def _settle_for(self, request_id: str) -> None:
+        """Read the step in flight, if a request is part of it."""
+        if self._in_flight is not None and self._in_flight.has(request_id):
+            self.settle()
 
     def _ready(self, is_idle: bool) -> list[Request]:
         """The requests that can be verified now, and those whose grammars have failed; as ``Constraints.ready``."""

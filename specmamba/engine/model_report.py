@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
-from specmamba.cache.memory.elastic import SplitBounds, why_fixed
+from specmamba.cache.memory.elastic import SplitBounds, elastic_chunk
 from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.checkpoints.files import read_json
@@ -133,8 +133,8 @@ def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch
     budget = int(free * config.mem_fraction_static)
     sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_lookahead_slots
     try:
-        is_elastic = why_fixed(config, model.cache_shape, device.type) is None
-        memory = plan_memory(config, *sizes, budget, models.weight_bytes, is_elastic)
+        chunk = elastic_chunk(config, model.cache_shape, device)
+        memory = plan_memory(config, *sizes, budget, models.weight_bytes, chunk)
     except ConfigError as error:
         return {"free_bytes": free, "problem": str(error)}
     return {"free_bytes": free, **describe_memory(memory), "table": memory.describe_lines()}
@@ -351,14 +351,16 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
         "captured_step_bytes": plan.graph_bytes,
         "weight_bytes": plan.weight_bytes,
         "total_bytes": plan.total_bytes,
-        "elastic_pools": None if plan.elastic is None else _describe_split(plan.elastic, plan.page_size),
+        "elastic_pools": None if plan.elastic is None else _describe_split(plan, plan.elastic),
     }
 
 
-def _describe_split(bounds: SplitBounds, page_size: int) -> dict[str, int]:
+def _describe_split(plan: MemoryPlan, bounds: SplitBounds) -> dict[str, int]:
     """Return what elastic pools share, and how far each of them can grow; their sizes now are in the statistics."""
     return {
         "pool_bytes": bounds.pool_bytes,
-        "most_kv_tokens": bounds.most_pages * page_size,
+        "most_kv_tokens": bounds.most_pages * plan.page_size,
         "most_state_slots": bounds.most_state_slots,
+        "chunk_bytes": bounds.chunk_bytes,
+        "end_bytes": plan.end_bytes,
     }

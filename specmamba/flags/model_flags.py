@@ -134,8 +134,8 @@ class ModelFlags(CommandLine):
     elastic_pools: Annotated[
         Literal["auto", "off"],
         Field(
-            description="KV and recurrent states take memory from each other as requests need it; auto: on a CPU under "
-            "Linux, where neither pool has a given size"
+            description="KV and recurrent states take memory from each other as requests need it; auto: under Linux on "
+            "a CPU or an NVIDIA GPU, where neither pool has a given size"
         ),
     ] = "auto"
     mamba_ssm_dtype: Annotated[

@@ -12,6 +12,8 @@ from torch import Tensor
 from specmamba.cache.access import PagedKV, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan
+from specmamba.cache.pool_memory import cuda_driver
+from specmamba.cache.pool_memory.chunk_store import ChunkStore
 from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape
 from specmamba.cache.split import Split
@@ -38,8 +40,9 @@ class Pools:
     def __init__(self, shape: CacheShape, vocab_size: int, plan: MemoryPlan, device: torch.device) -> None:
         bounds = plan.elastic
         most = (None, None) if bounds is None else (bounds.most_pages, bounds.most_state_slots)
-        self.kv = KVPool(shape, plan.num_pages, plan.page_size, device, most[0])
-        self.states = StatePool(shape, plan.num_state_slots, device, most[1])
+        store = _new_store(plan, device)
+        self.kv = KVPool(shape, plan.num_pages, plan.page_size, device, most[0], store)
+        self.states = StatePool(shape, plan.num_state_slots, device, most[1], store)
         self.split = None if bounds is None else Split(self.kv, self.states, bounds)
         self.table = RequestTable(plan.num_rows, plan.context_length + plan.num_lookahead_slots, self.kv, device)
         backend = RecordBuffers if plan.speculative_state == "records" else SnapshotBuffers
@@ -118,3 +121,15 @@ class Pools:
     def advance(self, num_accepted: Sequence[int]) -> None:
         """Count, on the host, the tokens that the last placed verify committed in every row of its batch."""
         self.state_buffers.advance(num_accepted)
+
+
+def _new_store(plan: MemoryPlan, device: torch.device) -> ChunkStore | None:
+    """Create the memory that is mapped into elastic pools of a GPU; None: they have memory of their own."""
+    bounds = plan.elastic
+    if bounds is None or not bounds.chunk_bytes:
+        return None
+    driver = cuda_driver.driver_of(device)
+    assert driver is not None, "a plan for mapped memory is made where there is a driver"
+    with_padding = bounds.pool_bytes + bounds.page_bytes + bounds.slot_bytes
+    # a layer takes its bytes in whole chunks: at most one chunk more than these, and so many are in end_bytes
+    return ChunkStore(driver, device, (with_padding + plan.end_bytes) // bounds.chunk_bytes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
+from specmamba.cache.pool_memory.lazy_memory import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape

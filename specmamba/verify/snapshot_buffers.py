@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
+from specmamba.cache.pool_memory.lazy_memory import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape

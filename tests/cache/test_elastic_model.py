@@ -3,10 +3,12 @@
 Hypothesis makes requests that match, run, leave states, verify, are preempted and end, in pools that give memory to
 each other all the time. Every step is followed by a check of all keys, values and states that anything points at, of
 all owners of pages and slots, and of the bytes that both pools have. ``SPECMAMBA_TEST_FULL=1`` runs many more.
+Mapped memory, as on a GPU, is over a driver of the tests: what reads or writes behind the end of a pool ends the test.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from specmamba.cache.prefix.eviction import PolicyName
 from specmamba.cache.prefix.node import Node
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.engine.request import Request
-from tests.elastic import Memory, Text
+from tests.elastic import SHAPE, WIDE, FakeDriver, Memory, Text
 
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 MAX_LENGTH = 14
@@ -31,12 +33,15 @@ TAIL = st.lists(st.integers(0, 1), max_size=6).map(tuple)
 class ElasticMachine(RuleBasedStateMachine):
     page_size = 1
     policy: PolicyName = "lru"
+    driver: FakeDriver | None = None  # maps memory of wider shapes; None: the system gives memory
     moved: Counter[str]  # over all histories
 
     def __init__(self) -> None:
         super().__init__()
         # 16 pages of one token, 7 of three or 4 of eight; and 4 states, each as large as four tokens
-        self.memory = Memory.made(self.page_size, self.policy, {1: 16, 3: 7, 8: 4}[self.page_size], 4, MAX_LENGTH + 1)
+        sizes: tuple[int, int, int] = {1: 16, 3: 7, 8: 4}[self.page_size], 4, MAX_LENGTH + 1
+        shape = SHAPE if self.driver is None else WIDE
+        self.memory = Memory.made(self.page_size, self.policy, *sizes, shape, driver=self.driver)
         self.pools, self.manager = self.memory.pools, self.memory.manager
         self.requests: list[Request] = []
         self.texts: list[Text] = [(0, 0, 1, 0, 1, 1)]
@@ -182,8 +187,21 @@ class ElasticMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", ["flops", "lru"])
 @pytest.mark.parametrize("page_size", [1, 3, 8])
 def test_random_histories(page_size: int, policy: PolicyName) -> None:
+    run_histories(page_size, policy, None)
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_random_histories_in_mapped_memory(page_size: int) -> None:
+    driver = FakeDriver(4096)
+    run_histories(page_size, "lru", driver)
+    gc.collect()
+    assert driver.counts == (0, 0, 0)
+
+
+def run_histories(page_size: int, policy: PolicyName, driver: FakeDriver | None) -> None:
     moved = Counter[str]()
-    machine = type("Machine", (ElasticMachine,), {"page_size": page_size, "policy": policy, "moved": moved})
+    settings_of = {"page_size": page_size, "policy": policy, "moved": moved, "driver": driver}
+    machine = type("Machine", (ElasticMachine,), settings_of)
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     examples, steps = (1000, 100) if IS_FULL else (15, 40)
     run_state_machine_as_test(

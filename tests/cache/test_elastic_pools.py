@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import resource
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from specmamba import LLM, SamplingParams
 from specmamba.cache.kv_pool import PageAllocator
 from specmamba.cache.memory import plan_memory
 from specmamba.cache.memory.elastic import why_fixed
+from specmamba.cache.pool_memory.cuda_driver import CudaDriver
 from specmamba.cache.state_pool import StateOwnershipError
 from specmamba.config import EngineConfig
 from specmamba.core import RequestOutput
@@ -20,6 +23,7 @@ from specmamba.processes.unused_memory import SYSTEM_PAGE
 from tests.cache.test_unused_memory import _resident_bytes, whole_pages
 from tests.drafts import DRAFTS
 from tests.elastic import LARGE_STATES, SHAPE, Memory, Text, elastic_pools
+from tests.verify.deferred import deferred, random_delays
 
 Tokens = tuple[int, ...]
 TOTAL = 9000  # tokens whose KV would take all memory
@@ -174,7 +178,7 @@ def test_what_is_written_takes_no_memory_behind_the_end() -> None:
 class TestPlan:
     def plan(self, budget: int, **flags: Any) -> Any:
         config = EngineConfig(speculative_algorithm="none", disable_cuda_graph=True, max_running_requests=4, **flags)
-        return plan_memory(config, SHAPE, 4096, 100, 1, 1, budget, is_elastic=True)
+        return plan_memory(config, SHAPE, 4096, 100, 1, 1, budget, elastic_chunk=0)
 
     @pytest.mark.parametrize("ratio", [0.1, 0.9, 5.0])
     @pytest.mark.parametrize("page_size", [1, 16])
@@ -200,7 +204,11 @@ class TestPlan:
         for name in ("max_mamba_cache_size", "max_total_tokens"):
             reason = why_fixed(EngineConfig.model_validate({name: 100}), SHAPE, "cpu")
             assert reason == f"--{name.replace('_', '-')} sets a size"
-        assert "only on a CPU" in str(why_fixed(EngineConfig(), SHAPE, "cuda"))
+        assert why_fixed(EngineConfig(), SHAPE, "cuda") is None
+        assert "only Linux" in str(why_fixed(EngineConfig(), SHAPE, "mps"))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.version, "hip", "6.4")
+            assert "AMD" in str(why_fixed(EngineConfig(), SHAPE, "cuda"))
         monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, 1 << 40))
         assert "address space is limited" in str(why_fixed(EngineConfig(), SHAPE, "cpu"))
 
@@ -235,17 +243,31 @@ def answers(llm: LLM, prompts: list[Tokens]) -> list[RequestOutput]:
 
 
 def compare(
-    prompts: list[Tokens], flags: dict[str, Any], num_slots: int = 5
+    prompts: list[Tokens],
+    flags: dict[str, Any],
+    num_slots: int = 5,
+    driver: CudaDriver | None = None,
+    is_deferred: bool = False,
 ) -> tuple[list[RequestOutput], EngineStats]:
-    """Outputs and figures of elastic pools; the outputs are those of fixed ones."""
+    """Outputs and figures of elastic pools; the outputs are those of fixed ones.
+
+    Args:
+        prompts: of which waves of requests are made.
+        flags: beside the size of the memory.
+        num_slots: that there are at the start.
+        driver: maps the memory; None: the system gives it.
+        is_deferred: steps run on another thread, and are read after the host has gone on.
+    """
     small: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 160, "max_running_requests": 6}
     flags = {**small, "speculative_adaptive": "off", "chunked_prefill_size": 32, **flags}
     with LLM(**flags, elastic_pools="off") as llm:
         expected = answers(llm, prompts)
         assert llm.engine.stats().split is None
         assert llm.engine.describe()["elastic_pools"] is None
-    with elastic_pools(num_tokens=180, num_slots=num_slots), LLM(**flags) as llm:
-        outputs = answers(llm, prompts)
+    with elastic_pools(num_tokens=180, num_slots=num_slots, driver=driver), LLM(**flags) as llm:
+        with deferred(llm.engine, random_delays(1)) if is_deferred else nullcontext() as replay:
+            outputs = answers(llm, prompts)
+            assert replay is None or replay.num_deferred > 20
         stats, manager, pools = llm.engine.stats(), llm.engine.cache_manager, llm.engine.pools
         manager.cache.check(pools.table.held_pages())
         bounds: Any = llm.engine.describe()["elastic_pools"]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specmamba.cache.kv_pool import ALIGNMENT
+from specmamba.cache.pool_memory.lazy_memory import ALIGNMENT
 from specmamba.cache.tiers import saving, tier_setup
 from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.entry import Entry

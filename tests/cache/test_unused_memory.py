@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.kv_pool import give_back_zeros, lazy_zeros
+from specmamba.cache.pool_memory.lazy_memory import give_back_zeros, lazy_zeros
 from specmamba.engine import cost_measurement
 from specmamba.processes import unused_memory
 

@@ -196,6 +196,24 @@ class TestBetweenTwoSteps:
         assert tokens_of(deltas) == expected[0]
         assert_idle(engine)
 
+    def test_a_step_that_is_read_early_is_told_by_the_next_call(
+        self, engine: Engine, expected: list[tuple[int, ...]]
+    ) -> None:
+        """As before what moves memory between two steps."""
+        deltas: dict[str, list[OutputDelta]] = {str(i): [] for i in range(3)}
+        for i in range(3):
+            engine.add_request(str(i), list(PROMPTS[i]), LONG)
+        num_early = 0
+        while engine.has_unfinished_requests:
+            for delta in engine.step():
+                deltas[delta.request_id].append(delta)
+            num_early += engine._in_flight is not None
+            engine.settle()
+            assert engine._in_flight is None
+        assert num_early > 5
+        assert [tokens_of(of_request) for of_request in deltas.values()] == expected[:3]
+        assert_idle(engine)
+
     def test_a_request_that_ends_is_not_preempted(self, engine: Engine) -> None:
         engine.add_request("0", [5, 6], SamplingParams(max_tokens=1, temperature=0.0))
         engine.step()

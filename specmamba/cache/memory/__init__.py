@@ -129,6 +129,9 @@ class MemoryPlan:
         if self.elastic is None:
             return []
         most = f"up to {self.elastic.most_pages * self.page_size:,} tokens, or {self.elastic.most_state_slots:,} states"
+        if self.elastic.chunk_bytes:
+            chunk = readable(self.elastic.chunk_bytes)
+            most += f"; ends of layers in chunks of {chunk} take up to {readable(self.end_bytes)} more"
         return [("elastic pools", readable(self.elastic.pool_bytes), f"what KV and states share, {most}")]
 
     def _draft_rows(self) -> list[TableRow]:
@@ -171,7 +174,7 @@ def plan_memory(
     num_lookahead_slots: int,
     budget_bytes: int,
     weight_bytes: int = 0,
-    is_elastic: bool = False,
+    elastic_chunk: int | None = None,
 ) -> MemoryPlan:
     """Size the pools for a configuration.
 
@@ -184,7 +187,8 @@ def plan_memory(
         num_lookahead_slots: KV positions from the root on that one step may write.
         budget_bytes: limit of weights and pools together.
         weight_bytes: bytes of the weights.
-        is_elastic: KV and states may take memory from each other (``why_fixed`` has no reason against it).
+        elastic_chunk: bytes of the chunks in which KV and states take memory from each other, 0 where the system gives
+            memory to what is written (``memory.elastic.elastic_chunk``); None: they do not.
 
     Raises:
         ConfigError: the limits contradict each other or do not fit the memory; the message names settings that work.
@@ -204,10 +208,10 @@ def plan_memory(
         raise ConfigError(explain_shortage(demand, budget_bytes))
     pages, slots = _size_pools(demand, budget_bytes)
     elastic = None
-    if is_elastic:
-        reserved = reserve_tables(demand, budget_bytes)
+    if elastic_chunk is not None:
+        reserved = reserve_tables(demand, budget_bytes, elastic_chunk)
         sizes = _size_pools(reserved, budget_bytes)
-        elastic = bounds_of(reserved, budget_bytes, *sizes)
+        elastic = bounds_of(reserved, budget_bytes, *sizes, elastic_chunk)
         if elastic is not None:
             demand, (pages, slots) = reserved, sizes
     longest = pages if elastic is None else elastic.most_pages

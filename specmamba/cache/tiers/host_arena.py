@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from specmamba.cache.kv_pool import ALIGNMENT, lazy_zeros
+from specmamba.cache.pool_memory.lazy_memory import ALIGNMENT, lazy_zeros
 from specmamba.cache.tiers.entry import Bytes
 from specmamba.errors import ConfigError
 

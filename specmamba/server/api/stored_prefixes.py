@@ -155,6 +155,7 @@ async def _load(service: Service, tokens: Sequence[int], extra_key: str | None, 
     array, wish, pause_s = np.array(tokens, dtype=np.int64), TierWish(), POLL_S
 
     def go_on(engine: Engine) -> int | None:
+        engine.settle()
         return engine.cache_manager.load_prefix(wish, array, extra_key, tenant)
 
     try:

@@ -1,0 +1,1 @@
+"""Tests of where the tensors of pools lie, and in which layout."""
