@@ -31,7 +31,7 @@ class EngineFlags(TypedDict, total=False):
     max_total_tokens: int | None
     max_mamba_cache_size: int | None
     mamba_full_memory_ratio: float
-    elastic_pools: Literal["auto", "off"]
+    elastic_pools: Literal["auto", "on", "off"]
     mamba_ssm_dtype: Literal["float32", "bfloat16", "float16"]
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"]
     page_size: int

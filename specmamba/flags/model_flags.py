@@ -132,10 +132,10 @@ class ModelFlags(CommandLine):
         ),
     ] = 0.9
     elastic_pools: Annotated[
-        Literal["auto", "off"],
+        Literal["auto", "on", "off"],
         Field(
             description="KV and recurrent states take memory from each other as requests need it; auto: under Linux on "
-            "a CPU or an NVIDIA GPU, where neither pool has a given size"
+            "a CPU, where neither pool has a given size; on: likewise on an NVIDIA GPU, where nothing has measured it"
         ),
     ] = "auto"
     mamba_ssm_dtype: Annotated[

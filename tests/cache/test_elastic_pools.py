@@ -204,11 +204,13 @@ class TestPlan:
         for name in ("max_mamba_cache_size", "max_total_tokens"):
             reason = why_fixed(EngineConfig.model_validate({name: 100}), SHAPE, "cpu")
             assert reason == f"--{name.replace('_', '-')} sets a size"
-        assert why_fixed(EngineConfig(), SHAPE, "cuda") is None
+        asked_for = EngineConfig(elastic_pools="on")
+        assert "--elastic-pools on" in str(why_fixed(EngineConfig(), SHAPE, "cuda"))
+        assert why_fixed(asked_for, SHAPE, "cuda") is None
         assert "only Linux" in str(why_fixed(EngineConfig(), SHAPE, "mps"))
         with monkeypatch.context() as patch:
             patch.setattr(torch.version, "hip", "6.4")
-            assert "AMD" in str(why_fixed(EngineConfig(), SHAPE, "cuda"))
+            assert "AMD" in str(why_fixed(asked_for, SHAPE, "cuda"))
         monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, 1 << 40))
         assert "address space is limited" in str(why_fixed(EngineConfig(), SHAPE, "cpu"))
 
@@ -264,7 +266,7 @@ def compare(
         expected = answers(llm, prompts)
         assert llm.engine.stats().split is None
         assert llm.engine.describe()["elastic_pools"] is None
-    with elastic_pools(num_tokens=180, num_slots=num_slots, driver=driver), LLM(**flags) as llm:
+    with elastic_pools(num_tokens=180, num_slots=num_slots, driver=driver), LLM(**flags, elastic_pools="on") as llm:
         with deferred(llm.engine, random_delays(1)) if is_deferred else nullcontext() as replay:
             outputs = answers(llm, prompts)
             assert replay is None or replay.num_deferred > 20

@@ -61,6 +61,8 @@ def why_fixed(config: EngineConfig, shape: CacheShape, device_type: str) -> str 
         return "the model has only one of keys and values and recurrent states"
     if given:
         return f"--{given[0].replace('_', '-')} sets a size"
+    if device_type == "cuda" and config.elastic_pools == "auto":
+        return "on a GPU --elastic-pools on lets them share memory, which has not been measured there"
     if device_type == "cuda" and torch.version.hip is not None:
         return "only NVIDIA's driver maps memory into a pool, not that of AMD GPUs"
     if device_type not in ("cpu", "cuda") or sys.platform != "linux":

@@ -109,7 +109,7 @@ class TestDriver:
         monkeypatch.setattr(cuda_driver, "LIBRARY", library or str(fake_library()))
         monkeypatch.setattr(cuda_driver, "_driver", cache(cuda_driver._driver.__wrapped__))
         with caplog.at_level(logging.WARNING, "specmamba"):
-            chunks = {elastic_chunk(EngineConfig(), SHAPE, torch.device("cuda", 0)) for _ in range(2)}
+            chunks = {elastic_chunk(EngineConfig(elastic_pools="on"), SHAPE, torch.device("cuda", 0)) for _ in range(2)}
         assert chunks == ({None} if reason else {CHUNK})
         assert [reason in record.message for record in caplog.records] == [True] * bool(reason)
         assert elastic_chunk(EngineConfig(elastic_pools="off"), SHAPE, torch.device("cuda", 0)) is None
