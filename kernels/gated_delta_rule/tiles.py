@@ -7,10 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
+from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import Variant, Work
+from specmamba.kernels.state_records.tiles import (
+    CHUNK,
+    COUNTED_TOKENS,
+    GROUP,
+    chunk_constants,
+    chunk_variant,
+    chunks_tile,
+)
 from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
 
+ROWS = 16  # of the system of a long prompt's chunk: blocks that are inverted side by side, and then joined
 MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
 
 
@@ -124,13 +134,32 @@ def variants() -> list[Variant]:
             "tree_verify few N=16 split", tree, tree_tile(16, 128, False, 32), "bf16", 128, nodes=16, is_exact=False
         ),
         _variant("tree_verify N=32 split", tree, tree_tile(32, 128, False), "fp32", 128, nodes=32, is_exact=False),
-        _variant("extend", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128),
-        _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
-        _variant("extend split", kernels.extend_kernel, extend_tile(128, 128), "fp32", 128, is_exact=False),
-        _variant("extend split", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128, is_exact=False),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
+        *_prompt_variants(),
         *_channel_variants(),
     ]
+
+
+def _prompt_variants() -> list[Variant]:
+    """Of known tokens: 32 at a time, and chunks of long prompts."""
+    return [
+        *(_extend_variant(*of) for of in (("bf16", 128), ("fp32", 256), ("fp32", 128, False), ("bf16", 128, False))),
+        *(_chunks_variant(key_dim) for key_dim in (128, 64)),
+    ]
+
+
+def _extend_variant(state_dtype: str, key_dim: int, is_exact: bool = True) -> Variant:
+    tile, name = extend_tile(key_dim, 128), "extend" if is_exact else "extend split"
+    made = _variant(name, kernels.extend_kernel, tile, state_dtype, key_dim, is_exact=is_exact)
+    sizes = {"length": COUNTED_TOKENS, "num_tokens": COUNTED_TOKENS, "num_keys": key_dim, "num_steps": tile.tokens - 1}
+    return replace(made, work=Work(grid_of(tile, 1, 1, 128)[0], sizes))
+
+
+def _chunks_variant(key_dim: int) -> Variant:
+    tile, kernel = chunks_tile(key_dim, 128), chunks.chunks_kernel
+    constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16", BLOCK_ROWS=ROWS)
+    made = chunk_variant(f"prefill chunks K={key_dim} V=128", kernel, tile, constants)
+    return replace(made, work=Work(COUNTED_TOKENS // CHUNK, {}))
 
 
 def _channel_variants() -> list[Variant]:
@@ -160,7 +189,7 @@ def _variant(
     pointers = {name: POINTERS.get(name, state_dtype) for name in (*POINTERS, "state", "states")}
     taken = {name: of for name, of in pointers.items() if name in kernel.arg_names}
     parts, by_channel = "none" if is_exact else "bf16", what.startswith("by channel")
-    constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, 2, parts, by_channel)
+    constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, GROUP, parts, by_channel)
     if state_dtype == "fp32" and taken.pop("work", ""):
         constants["work"] = None
     name = f"{what} {state_dtype} K={key_dim} V=128"

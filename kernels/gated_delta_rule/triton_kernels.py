@@ -40,17 +40,20 @@ def inverse(system, PARTS: tl.constexpr):
     """
     size: tl.constexpr = system.shape[0]
     at = tl.arange(0, size)
-    result = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
-    for level in tl.static_range(7):
+    rows, columns = at[:, None], at[None, :]
+    result = tl.where(rows == columns, 1.0, 0.0) - tl.where((rows == columns + 1) & (columns % 2 == 0), system, 0.0)
+    for level in tl.static_range(1, 7):
         if (1 << level) < size:
-            of_row, of_column = at[:, None] >> level, at[None, :] >> level
-            is_joined = (of_row == of_column + 1) & (of_column % 2 == 0)
-            joined = tl.where(is_joined, system, 0.0)
-            if level == 0:
-                result -= joined
-            else:
-                result -= product(result, product(joined, result, PARTS), PARTS)
+            result = join_inverses(result, system, rows, columns, level, PARTS)
     return result
+
+
+@triton.jit
+def join_inverses(result, system, rows, columns, LEVEL: tl.constexpr, PARTS: tl.constexpr):
+    """One step of ``inverse``: of two blocks of 2^LEVEL rows behind each other, the inverse of both."""
+    of_row, of_column = rows >> LEVEL, columns >> LEVEL
+    joined = tl.where((of_row == of_column + 1) & (of_column % 2 == 0), system, 0.0)
+    return result - product(result, product(joined, result, PARTS), PARTS)
 
 
 @triton.jit
@@ -698,8 +701,8 @@ def extend_kernel(
 
         tl.debug_barrier()  # all threads have read the state
         to_last, whole = tl.exp(decay_behind(g_chunk, at_c)), tl.exp(last)
-        for first_key in range(0, KEY_DIM, BLOCK_KEYS):
-            at_k = first_key + tl.arange(0, BLOCK_KEYS)
+        for first_updated in range(0, KEY_DIM, BLOCK_KEYS):
+            at_k = first_updated + tl.arange(0, BLOCK_KEYS)
             is_k = at_k < KEY_DIM
             in_state = is_k[:, None] & is_v[None, :]
             k_turned = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[None, :] * k_token_stride

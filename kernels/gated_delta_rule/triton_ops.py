@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton, one launch per call."""
+"""The gated delta rule in Triton, one launch per call but for long prompts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
+from specmamba.kernels.gated_delta_rule import triton_chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
+    ROWS,
     chain_tile,
     channel_tile,
     constexprs,
@@ -18,7 +20,10 @@ from specmamba.kernels.gated_delta_rule.tiles import (
     root_tile,
     tree_tile,
 )
+from specmamba.kernels.gpu import launch
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
+from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
+from specmamba.kernels.state_records.tiles import chunk_constants, chunks_tile
 from specmamba.kernels.state_records.triton_ops import MAX_CHAIN, parts_of
 
 PADDING_SLOT, NO_SLOT = 0, -1
@@ -27,7 +32,7 @@ EXTENDS_IN_PARTS = True  # products of prompts, for models in 16 bits: see ``ext
 
 
 def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateOperands) -> Tensor:
-    """Run the form that the operands ask for, in one launch on the pools in place."""
+    """Run the form that the operands ask for, on the pools in place."""
     return state.launch(sys.modules[__name__], (q, k, v, g, beta))
 
 
@@ -120,7 +125,8 @@ def extend_in_place(
             largest finite number.
         slots: [B] int64, distinct but for 0, which is padding: not read, not written.
         lengths: [B] int64; tokens from lengths[b] on are padding.
-        model_dtype: of 16 bits, products run in parts of bfloat16.
+        model_dtype: of 16 bits, products run in parts of bfloat16, and long prompts with decays by head in
+            several launches.
 
     Returns:
         Output [B, L, Hv, V]; zeros on padding and for rows of slot 0.
@@ -131,6 +137,9 @@ def extend_in_place(
     if out.numel() == 0:
         return out
     parts = parts_of(model_dtype, v.device)
+    if parts != "none" and g.dim() == 3 and is_long(num_tokens, key_dim):
+        _prefill(q, k, v, g, beta, out, Places(states, slots, lengths), parts)
+        return out
     work: tuple[Tensor | None, ...] = ()
     if g.dim() == 4:
         kernel, tile = channels.channel_extend_kernel, channel_tile(key_dim, value_dim)
@@ -145,6 +154,23 @@ def extend_in_place(
         num_stages=tile.num_stages,
     )
     return out
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, places: Places, parts: str) -> None:
+    """Long prompts: chunks side by side, states from chunk to chunk, and outputs side by side again."""
+    (batch, num_tokens, heads, value_dim), key_dim, kernel = v.shape, k.shape[3], triton_chunks.chunks_kernel
+    tile = chunks_tile(key_dim, value_dim)
+    constants = chunk_constants(kernel, tile, key_dim, value_dim, heads // k.shape[2], parts, BLOCK_ROWS=ROWS)
+
+    def prepare(chunks: Chunks, first: int, now: int) -> None:
+        written = chunks.weights, chunks.updates, chunks.scores, chunks.decays
+        launch(
+            *(kernel, (now, heads, batch), tile, constants),
+            *(v, g, beta, chunks.keys, chunks.grams, *written, places.slots, places.lengths),
+            *(first, num_tokens, chunks.num_chunks, *v.stride()[:3]),
+        )
+
+    prefill_in_place(q, k, v, out, places, parts, prepare, has_system=True)
 
 
 def _tree_verify(

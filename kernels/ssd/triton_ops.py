@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import Variant, Work, dense, next_power_of_2
-from specmamba.kernels.ssd import triton_kernels
+from specmamba.kernels.gpu import Variant, Work, dense, launch, next_power_of_2
+from specmamba.kernels.ssd import triton_kernels, triton_prompts
+from specmamba.kernels.state_records import tiles as prompts
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
+from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
 from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, parts_of
 
 MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
-EXTENDS_IN_PARTS = False  # products of prompts are exact for all models
+EXTENDS_IN_PARTS = True  # products of long prompts, for models in 16 bits; those of short ones are exact for all
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def snapshots_tile(state_dim: int, head_dim: int) -> Tile:
 
 
 def advance(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: StateOperands) -> Tensor:
-    """Run the form that the operands ask for, in one launch on the pools in place."""
+    """Run the form that the operands ask for, on the pools in place."""
     return state.launch(sys.modules[__name__], (c, b, u, g))
 
 
@@ -141,7 +143,14 @@ def tree_verify(
 
 
 def extend_in_place(
-    c: Tensor, b: Tensor, u: Tensor, g: Tensor, states: Tensor, slots: Tensor, lengths: Tensor
+    c: Tensor,
+    b: Tensor,
+    u: Tensor,
+    g: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    model_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Run known tokens through the recurrence, from the states in their slots, which are overwritten.
 
@@ -152,6 +161,7 @@ def extend_in_place(
         states: [slots, H, S, P], any float dtype; rows of length 0 and rows of slot 0 leave theirs as it is.
         slots: [B] int64, distinct but for 0.
         lengths: [B] int64; tokens from lengths[b] on are padding.
+        model_dtype: of 16 bits, long prompts run in several launches, and their products in parts of bfloat16.
 
     Returns:
         Output [B, L, H, P] float32; zeros on padding and for rows of slot 0.
@@ -162,6 +172,10 @@ def extend_in_place(
     if out.numel() == 0:
         return out
     assert states.stride(3) == 1, "columns of states must be contiguous"
+    parts = parts_of(model_dtype, u.device)
+    if parts != "none" and is_long(length, state_dim):
+        _prefill(c, b, u, g.contiguous(), out, Places(states, slots, lengths), parts)
+        return out
     tile = extend_tile(state_dim, head_dim)
     triton_kernels.extend[_grid(tile, out)](
         *(c, b, u, g, out, states, slots, lengths, length, heads // b.shape[2]),
@@ -171,6 +185,23 @@ def extend_in_place(
         num_stages=tile.num_stages,
     )
     return out
+
+
+def _prefill(c: Tensor, b: Tensor, u: Tensor, g: Tensor, out: Tensor, places: Places, parts: str) -> None:
+    """Long prompts: scores of chunks side by side, states from chunk to chunk, and outputs side by side again."""
+    (batch, num_tokens, heads, head_dim), state_dim, kernel = u.shape, b.shape[3], triton_prompts.scores_kernel
+    tile = prompts.chunks_tile(state_dim, head_dim)
+    sizes = prompts.chunk_constants(kernel, tile, state_dim, head_dim, heads // b.shape[2], parts)
+
+    def prepare(chunks: Chunks, first: int, now: int) -> None:
+        written = chunks.updates, chunks.scores, chunks.decays
+        launch(
+            *(kernel, (now, heads, batch), tile, sizes),
+            *(u, g, chunks.grams, *written, places.slots, places.lengths),
+            *(first, num_tokens, chunks.num_chunks, *u.stride()[:3]),
+        )
+
+    prefill_in_place(c, b, u, out, places, parts, prepare, has_system=False)
 
 
 def tree_verify_snapshots(
@@ -266,6 +297,7 @@ def variants() -> list[Variant]:
         _verify_variant("fp32", 64, 256, 64, parts="bf16"),
         _extend_variant("fp32", 128, 64),
         _extend_variant("bf16", 256, 64),
+        _prompt_variant(128, 64),
         _snapshots_variant(128, 64),
     ]
 
@@ -295,6 +327,13 @@ def _extend_variant(state: str, state_dim: int, head_dim: int) -> Variant:
     types = {"slots": "*i64", "lengths": "*i64", "states": f"*{state}"}
     name, tile = f"extend {state} S={state_dim} P={head_dim}", extend_tile(state_dim, head_dim)
     return _variant(name, triton_kernels.extend, tile, constexprs(tile, state_dim, head_dim), types)
+
+
+def _prompt_variant(state_dim: int, head_dim: int) -> Variant:
+    kernel, tile = triton_prompts.scores_kernel, prompts.chunks_tile(state_dim, head_dim)
+    sizes = prompts.chunk_constants(kernel, tile, state_dim, head_dim, prompts.GROUP, "bf16")
+    made = prompts.chunk_variant(f"prefill scores S={state_dim} P={head_dim}", kernel, tile, sizes)
+    return replace(made, work=Work(prompts.COUNTED_TOKENS // prompts.CHUNK, {}))
 
 
 def _snapshots_variant(state_dim: int, head_dim: int) -> Variant:

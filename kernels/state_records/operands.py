@@ -144,7 +144,7 @@ class ExtendOperands:
         return out
 
     def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """Advance the states in place, in one launch. The windows' dtype, which is the model's, may choose products."""
+        """Advance the states in place. The windows' dtype, which is the model's, may choose products and launches."""
         products = {"model_dtype": self.windows.dtype} if forms.EXTENDS_IN_PARTS else {}
         out: Tensor = forms.extend_in_place(*tokens, self.states, self.slots.index, self.lengths, **products)
         return out

@@ -84,26 +84,6 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     return out
 
 
-def variants() -> list[Variant]:
-    """The folds of states in float32 and bfloat16, for the heads of the models there are."""
-    return [
-        _fold_variant("fold", "fp32", 128, 128),
-        _fold_variant("fold", "bf16", 128, 128),
-        _fold_variant("fold", "fp32", 64, 64),
-        _fold_variant("fold by channel", "fp32", 128, 128, by_channel=True),
-    ]
-
-
-def _fold_variant(what: str, dtype: str, key_dim: int, value_dim: int, by_channel: bool = False) -> Variant:
-    pointers = {"state": dtype, "records_k": "fp32", "records_u": "fp32", "records_decay": "fp32"}
-    pointers |= {"num_pending": "i64", "out": dtype}
-    of_decay = {"decay_dim_stride": 1} if by_channel else {"decay_head_stride": 1, "decay_dim_stride": None}
-    inner = dict.fromkeys(("state_value_stride", "keys_dim_stride", "updates_dim_stride", "out_value_stride"), 1)
-    tile, name = fold_tile(key_dim, value_dim), f"{what} {dtype} K={key_dim} V={value_dim}"
-    constants = {**tile.constexprs, **inner, **of_decay}
-    return variant(name, triton_kernels.fold, pointers, constants, tile.num_warps, tile.num_stages)
-
-
 def variant(
     name: str,
     kernel: Any,

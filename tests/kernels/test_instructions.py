@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="needs triton: pip install 'specmamba[gpu]'
 from specmamba.kernels.aot.command import TABLES
 from specmamba.kernels.aot.instructions import count_instructions, trips_of
 from specmamba.kernels.aot.table import Resources, read_table
+from specmamba.kernels.state_records.tiles import COUNTED_TOKENS
 
 LINES = {1: "def kernel(x):", 2: "    for i in range(num_nodes):", 3: "for j in tl.range(0, count, 4):", 4: "x = 1"}
 
@@ -117,3 +118,25 @@ def test_verify_kernels_leave_room_for_other_blocks() -> None:
     assert len(small) >= 10
     assert {name: row for name, row in small.items() if row.registers > 168} == {}
     assert {name: row for name, row in rows.items() if row.spills} == {}
+
+
+def test_a_long_prompt_takes_few_instructions() -> None:
+    """The kernels for chunks of 16-bit models together, against the one for short prompts; nothing of them spills."""
+    rows = read_table(TABLES / "sm_90.json").rows
+    long = [
+        rows["state_records", "prefill grams delta rule fp32 K=128 V=128"],
+        rows["gated_delta_rule", "prefill chunks K=128 V=128"],
+        rows["state_records", "prefill states delta rule fp32 K=128 V=128"],
+        rows["state_records", "prefill outputs delta rule fp32 K=128 V=128"],
+    ]
+    assert all(row.instructions > 0 for row in long)
+    assert sum(row.instructions for row in long) <= 800 * COUNTED_TOKENS
+    assert rows["gated_delta_rule", "extend split fp32 K=128 V=128"].instructions > 3_000 * COUNTED_TOKENS
+
+
+@pytest.mark.parametrize("target", ["gfx942", "sm_100", "sm_80", "sm_90"])
+def test_no_kernel_of_long_prompts_spills(target: str) -> None:
+    table = read_table(TABLES / f"{target}.json")
+    own = {key: row.spills for key, row in table.rows.items() if key[1].startswith("prefill")}
+    assert len(own) >= 10
+    assert set(own.values()) == {0}
