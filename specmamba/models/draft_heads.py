@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from specmamba.cache.shapes import KVShape
 from specmamba.checkpoints.checkpoint import read_architecture
 from specmamba.checkpoints.config_bounds import require_bounded_config
-from specmamba.checkpoints.files import read_json
+from specmamba.checkpoints.files import is_bare, read_json
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -171,8 +171,11 @@ def _refuse_variants(folder: Path, config: Any) -> None:
 
 
 def _shares_embedding(head: TensorReader, target_folder: Path, options: LoadOptions) -> bool:
-    """Whether a head's embedding equals the target's in sampled rows; reading all rows takes too long."""
-    if not head.has(EMBEDDING):
+    """Whether a head's embedding equals the target's in sampled rows; reading all rows takes too long.
+
+    Without the target's weights it counts as another one.
+    """
+    if not head.has(EMBEDDING) or is_bare(target_folder):
         return False
     with TensorReader(target_folder) as target:
         shape = head.stored(EMBEDDING).shape
