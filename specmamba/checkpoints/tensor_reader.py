@@ -197,6 +197,12 @@ class TensorReader:
         whole = decode(name, parts, shape, self._storage)
         return whole if part is None else part.of(whole)
 
+    def leave(self, name: str, shape: tuple[int, ...]) -> None:
+        """Mark a tensor of this shape as used that another rank takes. Raises CheckpointError: there is none."""
+        self.stored(name)
+        self._shapes[name] = shape
+        self._taken.update(self._parts.get(name, {name: name}).values())
+
     def _take_dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None) -> Tensor:
         """A quantized matrix, or its part, as numbers; groups need not end where the part does."""
         try:

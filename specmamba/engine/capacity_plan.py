@@ -84,7 +84,8 @@ def _plan_ranks(
     config: EngineConfig, size: int, device: torch.device, memory: int, num_tokens: Sequence[int]
 ) -> RankPlan | NoPlan:
     """Plan ``size`` ranks. Ranks on a CPU share its memory."""
-    config = config.model_copy(update={"tp_size": size}).on_device(device.type)
+    experts = size if config.ep_size > 1 else 1
+    config = config.model_copy(update={"tp_size": size, "ep_size": experts}).on_device(device.type)
     budget = int(memory * config.mem_fraction_static) // (size if device.type == "cpu" else 1)
     folder = resolve_checkpoint(config.model_path, config.revision, needs_weights=False)
     try:

@@ -68,6 +68,7 @@ class Weights:
         outputs: Sequence[Segment] = (),
         inputs: Sequence[Segment] = (),
         order: Tensor | None = None,
+        stack: Sequence[Segment] = (),
     ) -> Matrix:
         """Load a matrix that products multiply by, or this rank's part; in its codes where it is stored and runs so.
 
@@ -75,14 +76,16 @@ class Weights:
             name: of the tensor.
             shape: [..., out, in], of the whole.
             outputs: segments of ``out`` that a rank has its part of; none: all.
-            inputs: the same of ``in``; not together with ``outputs``.
+            inputs: the same of ``in``; one of the three is divided at the most.
             order: [out] int64, where each of the outputs is stored; None: there.
+            stack: segments of the first dimension of stacked matrices.
 
         Raises:
             CheckpointError: as ``take``.
             ConfigError: it cannot be divided so.
         """
         part = self.share.part(inputs, -1) if inputs else self._part_of_outputs(shape[-2], outputs, order)
+        part = self.share.part(stack, 0) if stack else part
         if not (self.keeps_codes and self.reader.is_coded(name)):
             self.reader.note_run_form(name, self._rounded(self.form))
             return self._take_part(name, shape, self.options.dtype, part)
@@ -99,6 +102,11 @@ class Weights:
         """As ``take_matrix``, and never in codes."""
         part = self.share.part(inputs, -1) if inputs else self._part_of_outputs(shape[-2], outputs)
         return self._take_part(name, shape, self.options.dtype, part)
+
+    def leave(self, name: str, *shape: int) -> None:
+        """Count the parameters of a tensor that another rank takes. Raises CheckpointError: there is none."""
+        self.reader.leave(name, shape)
+        self.num_parameters += prod(shape)
 
     def _part_of_outputs(self, size: int, outputs: Sequence[Segment], order: Tensor | None = None) -> Part | None:
         if not outputs:

@@ -15,6 +15,7 @@ from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.sampling_params import SamplingParams
+from specmamba.verify.result import known_token_logprobs
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -46,7 +47,8 @@ class Answer(TypedDict):
 
 def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
     """Load the engine, answer the prompts, and close it."""
-    config = EngineConfig(**SMALL | {"tp_size": ranks.size} | job["flags"])
+    of_one = {"ep_size": 1} if ranks.size == 1 else {}
+    config = EngineConfig(**SMALL | {"tp_size": ranks.size} | job["flags"] | of_one)
     engine, logits = Engine(config.on_device("cpu"), ranks), list[Any]()
     try:
         with patch.object(runner, "known_token_logprobs", recording(logits)):
@@ -70,7 +72,7 @@ def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
 
 def recording(logits: list[Any]) -> Callable[..., Any]:
     """``known_token_logprobs``, which leaves the logits of all positions that it is called for."""
-    compute = runner.known_token_logprobs
+    compute = known_token_logprobs
 
     def computed(hidden: Tensor, tokens: Any, of: Callable[[Tensor], Tensor], *rest: Any) -> Any:
         def kept(part: Tensor) -> Tensor:

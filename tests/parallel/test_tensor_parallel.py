@@ -77,6 +77,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "snapshots": {"speculative_algorithm": "mtp", "speculative_eagle_topk": 2, "speculative_state": "snapshots"},
 }
 FAST_DRAFTS = ("tree",)
+EXPERTS = "granite-hybrid", "lfm2-moe", "nemotron-h", "qwen3-next"  # families that have some, all but one
 # Two requests begin together and grow to 55 tokens each, and there is no room for both.
 CROWDED: dict[str, Any] = {"context_length": 64, "max_total_tokens": 80, "max_mamba_cache_size": 8}
 
@@ -183,12 +184,23 @@ def quantized_jobs(root: Path) -> list[Job]:
     return jobs
 
 
+def expert_jobs(root: Path, families: Iterable[str]) -> list[Job]:
+    """With whole experts on ranks, and drafts where the family has a head; of 7 experts one rank has 4."""
+    jobs = []
+    for family in families:
+        folder = root / f"experts-{family}"
+        FAMILIES[family].build(folder, "default")
+        jobs.append(job(folder.name, folder, TEXTS, params=LISTED, ep_size=2, speculative_algorithm="auto"))
+    return jobs
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("two")
     tiny = write_tiny_checkpoint(root / "tiny", 0)
     own = draft_jobs(tiny, FAST_DRAFTS)
-    return Results(root / "ranks", [*family_jobs(root, FAST), *own, *quantized_jobs(root)], 2)
+    experts = expert_jobs(root, ["qwen3.5-moe"])
+    return Results(root / "ranks", [*family_jobs(root, FAST), *own, *quantized_jobs(root), *experts], 2)
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +211,8 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
     others = {family: [*module.VARIANTS] for family, module in FAMILIES.items() if family not in FAST}
     others |= {family: [*(FAMILIES[family].VARIANTS.keys() - {*names})] for family, names in FAST.items()}
     others["bamba"].append("even")
-    drafts = draft_jobs(tiny, DRAFTS.keys() - FAST_DRAFTS)
-    return Results(root / "ranks", [*family_jobs(root, others), *drafts, *separate_drafts(root, tiny)], 2)
+    drafts = [*draft_jobs(tiny, DRAFTS.keys() - FAST_DRAFTS), *separate_drafts(root, tiny)]
+    return Results(root / "ranks", [*family_jobs(root, others), *drafts, *expert_jobs(root, EXPERTS)], 2)
 
 
 @pytest.mark.parametrize("name", [f"{family}-{variant}" for family, names in FAST.items() for variant in names])
@@ -237,6 +249,17 @@ def test_separate_drafts_are_divided_too(more: Results, name: str) -> None:
 def test_codes_of_a_checkpoint_are_divided(two: Results) -> None:
     two.check("int4", 1e-3)  # products round inputs to the same codes, and sums in another order
     assert "a scale for every 32 inputs" in two.shared["int4-uneven"]["error"]
+
+
+@pytest.mark.fast_cases("qwen3.5-moe")
+@pytest.mark.parametrize("family", ["qwen3.5-moe", *EXPERTS])
+def test_whole_experts_on_ranks(family: str, request: pytest.FixtureRequest) -> None:
+    """Texts and drafts are those of one process; steps are captured."""
+    results: Results = request.getfixturevalue("more" if family in EXPERTS else "two")
+    shared, alone = results.check(f"experts-{family}", LOOSE.get(family, TOLERANCE)), results.alone[f"experts-{family}"]
+    assert shared["num_tapes"] == alone["num_tapes"]
+    accepted = [[answer["num_accepted"] for answer in of["answers"]] for of in (shared, alone)]
+    assert accepted[0] == accepted[1]
 
 
 @pytest.mark.slow

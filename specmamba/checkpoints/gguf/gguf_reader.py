@@ -49,6 +49,7 @@ class GgufReader(TensorReader):
         self._taken: set[str] = set()
         self._ignored: list[str] = []
         self._run_forms: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._tensors, self._parts = {}, {}
         for name, made in self._made.items():
             kinds = [self._infos[source].kind for source in made.sources]

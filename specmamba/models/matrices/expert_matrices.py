@@ -14,7 +14,10 @@ from specmamba.parallel.share import Segment
 
 
 class ExpertMatrices:
-    """Takes the matrices of E experts, width -> inner -> width; a rank has some of the inner channels of each."""
+    """Takes the matrices of E experts, width -> inner -> width.
+
+    A rank has some of the inner channels of each, or, with ``--ep-size``, all of some of the experts.
+    """
 
     def __init__(self, weights: Weights, num_experts: int, width: int, inner: int, each: str = "") -> None:
         """Say what is to be taken.
@@ -30,6 +33,9 @@ class ExpertMatrices:
         self._weights, self._num_experts, self._each = weights, num_experts, each
         self._width, self._inner = width, inner
         self._channels = Segment("channels between an expert's projections", inner, 1, "uneven")
+        self._experts = Segment("experts", num_experts, 1, "uneven")
+        self._is_whole = weights.options.divides_experts and weights.share.size > 1  # what a rank has of an expert
+        self._own = weights.share.units(self._experts) if self._is_whole else range(num_experts)
 
     def up(self, stacked: str, names: Sequence[str]) -> Matrix:
         """The projections ``names`` from the width, one below the other: [E, names * inner, width].
@@ -49,7 +55,8 @@ class ExpertMatrices:
     def layer(self, up: Matrix, down: Matrix, activation: Callable[[Tensor], Tensor]) -> Experts:
         """Make a layer of both; ``activation`` as for ``Experts``."""
         w, layout = self._weights, self._weights.options.layout_device
-        made = Experts(up, down, activation, w.form, w.options.dtype, layout, w.ranks)
+        own = (self._own, self._num_experts) if self._is_whole else None
+        made = Experts(up, down, activation, w.form, w.options.dtype, layout, w.ranks, own)
         w.replace_bytes(made.nbytes, up, down)
         return made
 
@@ -63,26 +70,34 @@ class ExpertMatrices:
         inputs: Sequence[Segment] = (),
     ) -> Matrix:
         """Matrices [out, width] of all experts, [E, names * out, width]; they stay in codes if all mean the same."""
-        w, number = self._weights, self._num_experts
+        w, stack = self._weights, [self._experts] if self._is_whole else []
+        outputs, inputs = ((), ()) if self._is_whole else (outputs, inputs)
         if not self._each or w.reader.has(stacked):
-            of_all = [*outputs] * len(names)
-            return w.take_matrix(stacked, number, len(names) * out, width, outputs=of_all, inputs=inputs)
-        own = [f"{self._each}{expert}.{name}.weight" for expert in range(number) for name in names]
+            of_all, shape = [*outputs] * len(names), (self._num_experts, len(names) * out, width)
+            return w.take_matrix(stacked, *shape, outputs=of_all, inputs=inputs, stack=stack)
+        own = [f"{self._each}{expert}.{name}.weight" for expert in self._own for name in names]
+        self._leave_others(names, out, width)
         if w.keeps_codes and all(map(w.reader.is_coded, own)):
             matrices = [w.take_matrix(name, out, width, outputs=outputs, inputs=inputs) for name in own]
             return self._stacked(own, matrices)
-        stack = None
+        made = None
         for place, name in enumerate(own):
             w.reader.note_run_form(name, "" if w.form == "plain" else w.form)
             matrix = w.take_as_numbers(name, out, width, outputs=outputs, inputs=inputs)
-            if stack is None:
-                stack = matrix.new_empty(len(own), *matrix.shape)
-            stack[place] = matrix
-        assert stack is not None
-        return stack.view(number, -1, stack.shape[-1])
+            if made is None:
+                made = matrix.new_empty(len(own), *matrix.shape)
+            made[place] = matrix
+        assert made is not None
+        return made.view(len(self._own), -1, made.shape[-1])
+
+    def _leave_others(self, names: Sequence[str], out: int, width: int) -> None:
+        """Count the experts that other ranks have, and read nothing of them."""
+        others = sorted({*range(self._num_experts)} - {*self._own})
+        for name in (f"{self._each}{expert}.{name}.weight" for expert in others for name in names):
+            self._weights.leave(name, out, width)
 
     def _stacked(self, names: Sequence[str], matrices: Sequence[Matrix]) -> Matrix:
-        w, number = self._weights, self._num_experts
+        w, number = self._weights, len(self._own)
         coded = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         if len(coded) == len(matrices) and all(matrix.is_like(coded[0]) for matrix in coded):
             return QuantizedMatrix.cat(coded, 0).stacked(number)
