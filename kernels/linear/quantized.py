@@ -115,7 +115,8 @@ class QuantizedMatrix:
         if self.table is None or other.table is None:
             has_same_table = self.table is other.table
         else:
-            has_same_table = torch.equal(self.table, other.table)
+            tables = (table.view(torch.int32) for table in (self.table, other.table))  # NaN equals nothing
+            has_same_table = torch.equal(*tables)
         has_same_parts = (self.minimum is None) == (other.minimum is None) and self.codes.dtype is other.codes.dtype
         return has_same_table and has_same_parts and (self.group, self.bits) == (other.group, other.bits)
 

@@ -15,12 +15,13 @@ from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, round_to_form, shape_of_codes
 from specmamba.kernels.linear import native_ops as linear_native
 from specmamba.kernels.moe import native_ops, torch_ops
-from specmamba.kernels.moe.reference import Groups, Routing
+from specmamba.kernels.moe.reference import Groups, PartOfGroups, Routing
 
 __all__ = [
     "Groups",
     "PackedExperts",
     "PackedRouter",
+    "PartOfGroups",
     "Routing",
     "combine",
     "dispatch",

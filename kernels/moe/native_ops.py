@@ -70,7 +70,7 @@ class NativeExperts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, y))
-        kind = is_partial(), x.dtype is torch.bfloat16
+        kind = is_partial() or groups.is_part, x.dtype is torch.bfloat16
         arguments = x.data_ptr(), len(x), *pointers, *self._size, *kind, torch.get_num_threads()
         require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
@@ -96,7 +96,7 @@ class NativeInt8Experts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, self._scale, y))
-        kind = is_partial(), x.dtype is torch.bfloat16
+        kind = is_partial() or groups.is_part, x.dtype is torch.bfloat16
         arguments = x.data_ptr(), len(x), *pointers, *self._size, *kind, torch.get_num_threads()
         require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
@@ -127,7 +127,7 @@ class NativeGroupedExperts:
         y = x.new_empty(x.shape[0], self._size[1])
         operands = (ends, self._packed, self._factor, self._table, y)
         pointers = (None if t is None else t.data_ptr() for t in operands)
-        kind = is_partial(), x.dtype is torch.bfloat16
+        kind = is_partial() or groups.is_part, x.dtype is torch.bfloat16
         arguments = x.data_ptr(), len(x), *pointers, *self._kind, *kind, torch.get_num_threads()
         require(bool(self._multiply(*arguments)), NO_PARTS)
         return y

@@ -26,6 +26,20 @@ class Groups(NamedTuple):
     places: Tensor  # [P] int64: the sorted position of pair t k + j, of token t and its j-th expert
     ends: Tensor  # [E] int32: the end of each expert's pairs in sorted order
 
+    @property
+    def is_part(self) -> bool:
+        """Whether pairs behind the last end belong to experts that are elsewhere: nothing is computed of them."""
+        return False
+
+
+class PartOfGroups(Groups):
+    """Groups of some of the experts, in front of the pairs of the others."""
+
+    @property
+    def is_part(self) -> bool:
+        """As ``Groups.is_part``."""
+        return True
+
 
 def scores(x: Tensor, weight: Tensor) -> Tensor:
     """Scores of all experts: x [T, H], weight [E, H] -> [T, E] float32."""

@@ -137,7 +137,7 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Groups) ->
         x: [P, K] float32, bfloat16 or float16, sorted by expert.
         weight: [E, N, K] of x's dtype, or int8 with a scale; contiguous.
         scale: [E, N] float32.
-        groups: the last of ``ends`` is P.
+        groups: the last of ``ends`` is P, or less in ``PartOfGroups``, whose other rows are not written.
 
     Returns:
         [P, N] in x's dtype.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.checkpoints.config_bounds import require_bounded_config, require_bounded_json, require_bounded_numbers
-from specmamba.checkpoints.files import GGUF_FILE, read_json, require_bounded_folder, require_safetensors
+from specmamba.checkpoints.files import GGUF_FILE, is_bare, read_json, require_bounded_folder, require_safetensors
 from specmamba.checkpoints.gguf.gguf_folder import folder_of
 from specmamba.checkpoints.gguf.header import is_gguf
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -20,13 +20,16 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 
 
-def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "--revision") -> Path:
+def resolve_checkpoint(
+    model: str, revision: str | None, revision_flag: str = "--revision", needs_weights: bool = True
+) -> Path:
     """Find the folder of a checkpoint: ``model`` itself, a download from the hub, or one made for a GGUF file.
 
     Args:
         model: a folder, a GGUF file or a hub id.
         revision: branch, tag or commit on the hub.
         revision_flag: the name of the flag, for messages.
+        needs_weights: False: a folder with nothing but a config.json will do.
 
     Raises:
         ConfigError: a revision is given for a local folder.
@@ -46,7 +49,8 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
         raise CheckpointError(f"there is no file {folder}")
     else:
         folder = _download(model, revision)
-    require_safetensors(folder)
+    if needs_weights or not is_bare(folder):
+        require_safetensors(folder)
     require_bounded_folder(folder)
     return folder
 

@@ -5,35 +5,20 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specmamba.errors import CheckpointError
-from specmamba.processes.unused_memory import give_back_pages
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF_FILE = "model.gguf"  # a link, in a folder that was made for a GGUF file
 
 # Several times the sizes in the largest published checkpoints.
 MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
 MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
 MAX_JSON_VALUES = 1 << 23  # of one file; a list of three bytes takes 64 bytes of memory when it has been parsed
-_MIN_PAGES_BYTES = 1 << 20  # of a tensor whose pages are given back
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-
-
-def copy_mapped(mapped: Tensor) -> Tensor:
-    """Copy a tensor that lies in a mapped file, which may change or shrink, and give the pages that it took back.
-
-    Without that a process that has read a checkpoint holds the whole file beside the copies, as far as memory goes.
-    """
-    copy = mapped.clone()
-    if mapped.is_contiguous() and mapped.nbytes >= _MIN_PAGES_BYTES:
-        give_back_pages(mapped.data_ptr(), mapped.nbytes)  # a wish: the copy is made
-    return copy
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -91,6 +76,13 @@ def _require_few_values(file: Path) -> None:
         raise CheckpointError(f"{file} has {count} values; {MAX_JSON_VALUES} are the most that is read")
 
 
+def is_bare(folder: Path) -> bool:
+    """Whether a folder has a config.json, and no weights in a format that is read or refused."""
+    weights = ("*.safetensors", "*.gguf", *PICKLES)
+    has_weights = (folder / INDEX_FILE).exists() or any(any(folder.glob(pattern)) for pattern in weights)
+    return (folder / "config.json").exists() and not has_weights
+
+
 def require_safetensors(folder: Path) -> None:
     """Raise CheckpointError for a folder without safetensors; the message names a GGUF or pickle file in it."""
     if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE, GGUF_FILE)):
@@ -98,7 +90,7 @@ def require_safetensors(folder: Path) -> None:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         raise CheckpointError(f"{folder} has no {SINGLE_FILE}, but GGUF files: name one of them, such as {ggufs[0]}")
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     refused = f"; {pickles[0]} is refused, since loading a pickle runs code from it" if pickles else ""
     raise CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{refused}: specmamba reads safetensors and GGUF only"

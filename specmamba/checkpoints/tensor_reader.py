@@ -16,18 +16,20 @@ from torch import Tensor
 from specmamba.checkpoints.files import (
     INDEX_FILE,
     SINGLE_FILE,
-    copy_mapped,
     read_json,
     require_file,
     require_safetensors,
 )
+from specmamba.checkpoints.mapped import copy_mapped
 from specmamba.checkpoints.quantized.declared import kind_of, require_kinds
 from specmamba.checkpoints.quantized.decode import decode
+from specmamba.checkpoints.quantized.part_of_codes import take_part
 from specmamba.checkpoints.quantized.parts import CODES, group_parts, is_of_activations
 from specmamba.checkpoints.quantized.storage import read_storage
 from specmamba.checkpoints.quantized.stored_report import StoredReport, form_of, summarize
-from specmamba.errors import CheckpointError
+from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels.linear import QuantizedMatrix
+from specmamba.parallel.share import Part
 
 FLOAT_TYPES = ("F32", "BF16", "F16")
 MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; safetensors has a limit of its own, 100 MB
@@ -140,20 +142,22 @@ class TensorReader:
         except KeyError:
             raise CheckpointError(f"{self._folder} lacks the tensor {name}") from None
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, part: Part | None = None
+    ) -> Tensor:
         """Load one tensor, in the type it is stored in and in memory of its own, and mark it as used.
 
         Args:
             name: of the tensor.
             shape: that it should have.
             dtype: of a matrix that is stored quantized.
+            part: of the tensor that is read and given; None: all.
 
         Raises:
             CheckpointError: the tensor is missing, has another shape, is not of a float type, or cannot be read.
         """
         if name in self._parts:
-            matrix = self.take_quantized(name, shape)
-            return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
+            return self._take_dense(name, shape, dtype, part)
         tensor = self.stored(name)
         if tensor.dtype not in FLOAT_TYPES:
             raise CheckpointError(
@@ -166,21 +170,61 @@ class TensorReader:
                 f"but its config.json asks for {list(shape)}"
             )
         self._taken.add(name)
-        return self._read(name)
+        return self._read(name, part)
 
-    def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
-        """Load a matrix that is stored in parts, and mark them as used; see ``decode``. Raises CheckpointError."""
+    def take_quantized(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> QuantizedMatrix | Tensor:
+        """Load a matrix that is stored in parts, and mark them as used; see ``decode``.
+
+        Args:
+            name, shape: as for ``take``.
+            part: of the matrix that is given. Of its codes no more is read, where a part of them can be decoded.
+
+        Raises:
+            CheckpointError: as ``decode``.
+            ConfigError: groups do not end where the part does.
+        """
         self._taken.update(self._parts[name].values())
         self._shapes[name] = tuple(shape)
-        for part in map(self._tensors.__getitem__, self._parts[name].values()):
-            if part.dtype not in PART_DTYPES:
+        for stored in map(self._tensors.__getitem__, self._parts[name].values()):
+            if stored.dtype not in PART_DTYPES:
                 raise CheckpointError(
-                    f"{part.stored_name} is stored as {part.dtype} in {part.file}, as in no known quantized format"
+                    f"{stored.stored_name} is stored as {stored.dtype} in {stored.file}, as in no known quantized "
+                    "format"
                 )
-        parts = {role: self._read(part) for role, part in self._parts[name].items()}
-        return decode(name, parts, shape, self._storage)
+        if part is not None and (found := self._take_part(name, shape, part)) is not None:
+            return found
+        parts = {role: self._read(stored) for role, stored in self._parts[name].items()}
+        whole = decode(name, parts, shape, self._storage)
+        return whole if part is None else part.of(whole)
 
-    def _read(self, name: str) -> Tensor:
+    def leave(self, name: str, shape: tuple[int, ...]) -> None:
+        """Mark a tensor of this shape as used that another rank takes. Raises CheckpointError: there is none."""
+        self.stored(name)
+        self._shapes[name] = shape
+        self._taken.update(self._parts.get(name, {name: name}).values())
+
+    def _take_dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None) -> Tensor:
+        """A quantized matrix, or its part, as numbers; groups need not end where the part does."""
+        try:
+            found, rest = self.take_quantized(name, shape, part), None
+        except ConfigError:
+            found, rest = self.take_quantized(name, shape), part
+        dense = found.dequantize(dtype) if isinstance(found, QuantizedMatrix) else found.to(dtype)
+        return dense if rest is None else rest.of_tensor(dense)
+
+    def _take_part(self, name: str, shape: tuple[int, ...], part: Part) -> QuantizedMatrix | None:
+        """The part of a quantized matrix from the part of its codes; None: all of it must be decoded."""
+        stored = {role: self._tensors[each] for role, each in self._parts[name].items()}
+        role = next(role for role in CODES if role in stored)
+        codes = torch.empty(stored[role].shape, dtype=PART_DTYPES[stored[role].dtype], device="meta")
+        others = {other: self._read(each) for other, each in self._parts[name].items() if other != role}
+
+        def read(role: str, own: Part) -> Tensor:
+            return self._read(self._parts[name][role], own)
+
+        return take_part(name, others | {role: codes}, shape, self._storage, part, read)
+
+    def _read(self, name: str, part: Part | None = None) -> Tensor:
         from safetensors import SafetensorError
 
         tensor = self._tensors[name]
@@ -188,7 +232,7 @@ class TensorReader:
             mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-        return copy_mapped(mapped)
+        return copy_mapped(mapped, part)
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:
         """Check that the model took every tensor, except those whose names start with one of ``ignore``.
@@ -285,13 +329,14 @@ class TensorReader:
 class ShapeReader(TensorReader):
     """A ``TensorReader`` whose tensors have shape and type, and no values: they are on PyTorch's meta device."""
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, part: Part | None = None) -> Tensor:
         tensor = self._tensors[name]
         if name.endswith(".weight_shape") and prod(tensor.shape) <= MAX_DIMENSIONS:
             return super()._read(name)  # of compressed-tensors: the sizes of a matrix
         if name.endswith("g_idx") and prod(tensor.shape) <= MAX_INPUTS:
             return super()._read(name)  # matrices whose groups are no runs of inputs are dequantized
-        return torch.empty(tensor.shape, dtype=PART_DTYPES[tensor.dtype], device="meta")
+        shape = tensor.shape if part is None else part.shape(tensor.shape)
+        return torch.empty(shape, dtype=PART_DTYPES[tensor.dtype], device="meta")
 
 
 def have_same_values(x: Tensor, y: Tensor, guess: bool) -> bool:

@@ -63,7 +63,7 @@ def plan_capacity(config: EngineConfig, gpu_memory: float | None, num_tokens: Se
     """
     device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda")
     memory = free_memory(device) if gpu_memory is None else int(gpu_memory * GIB)
-    require_target(resolve_checkpoint(config.model_path, config.revision))
+    require_target(resolve_checkpoint(config.model_path, config.revision, needs_weights=False))
     plans = [_plan_ranks(config, size, device, memory, num_tokens) for size in _sizes(config)]
     return {
         "model": config.model if config.model is not None else "specmamba-demo",
@@ -84,9 +84,10 @@ def _plan_ranks(
     config: EngineConfig, size: int, device: torch.device, memory: int, num_tokens: Sequence[int]
 ) -> RankPlan | NoPlan:
     """Plan ``size`` ranks. Ranks on a CPU share its memory."""
-    config = config.model_copy(update={"tp_size": size}).on_device(device.type)
+    experts = size if config.ep_size > 1 else 1
+    config = config.model_copy(update={"tp_size": size, "ep_size": experts}).on_device(device.type)
     budget = int(memory * config.mem_fraction_static) // (size if device.type == "cpu" else 1)
-    folder = resolve_checkpoint(config.model_path, config.revision)
+    folder = resolve_checkpoint(config.model_path, config.revision, needs_weights=False)
     try:
         with torch.inference_mode():
             models = load_models(folder, config, device, only_shapes=True)

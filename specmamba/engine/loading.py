@@ -91,14 +91,14 @@ def load_models(
     A draft that does not fit is refused before the target's weights are read. With ``only_shapes`` no weights are read
     (but for the token map of a draft head, and samples of its embedding to compare with the target's): nothing can run,
     and all sizes are known. ``ranks``: that share the models; None: with ``only_shapes`` those of ``--tp-size``, for
-    the sizes of one of them, else one.
+    the sizes of the last of them, which has as much as any, else one.
 
     Raises:
         CheckpointError: a checkpoint is incomplete, damaged or inconsistent, or cannot be had.
         UnsupportedModelError: there is no model for an architecture.
         ConfigError: the draft does not fit the target, or is not what the flags ask for; a model cannot be divided.
     """
-    ranks = ranks or (Ranks(0, config.tp_size) if only_shapes else ONE_RANK)
+    ranks = ranks or (Ranks(config.tp_size - 1, config.tp_size) if only_shapes else ONE_RANK)
     path = config.speculative_draft_model_path
     if path is None:
         return _load(folder, None, config, device, only_shapes, ranks)
@@ -131,6 +131,7 @@ def _load(
         draft_keeps_codes=_draft_keeps_codes(config) and linear.runs_codes(device, dtype),
         layout_device_type=device.type,
         ranks=ranks,
+        divides_experts=config.ep_size > 1,
     )
     target = _keeping_states(load_model(folder, options), config, device)
     looks = config.speculative_algorithm not in WEIGHTLESS

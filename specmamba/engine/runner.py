@@ -56,7 +56,7 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.pools = target, drafter, pools
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
-        self.is_direct = False  # the next steps are not captured
+        self.drafts_before = False  # some rank has grammars: all make trees in front of what is captured
         self.probe = StepProbe(device)
         parts = target, pools, policy, self.probe
         self.verifier = Verifier(*parts) if ranks.size == 1 else RankVerifier(*parts, ranks)
@@ -267,12 +267,12 @@ class Runner:
     ) -> StepOutput | None:
         """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
         graphs, self._is_in_parts = self.graph_runner, False
-        if graphs is None or self.is_direct or self.probe.is_watching or self.target.is_watched:
+        if graphs is None or self.probe.is_watching or self.target.is_watched:
             return None
         bucket = graphs.bucket(len(requests))
         if bucket is None:
             return None
-        if chains is not None or self._are_restricted(requests):
+        if chains is not None or self.drafts_before or self._are_restricted(requests):
             self._is_in_parts = True
             before = self._drafts(requests, rows, size, drafter, chains, graphs)
             return self._run_drafted_before(graphs, requests, *before)

@@ -21,6 +21,7 @@ class EngineFlags(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     num_threads: int | None
     tp_size: int
+    ep_size: int
     deterministic: bool
     seed: int
     context_length: int | None

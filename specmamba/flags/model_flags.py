@@ -94,6 +94,14 @@ class ModelFlags(CommandLine):
             ge=1, le=64, description="processes that share the model, each with a part of every layer (docs/scaling.md)"
         ),
     ] = 1
+    ep_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="--tp-size: each of these processes has some of the experts; 1: a part of each expert",
+        ),
+    ] = 1
     deterministic: Annotated[
         bool,
         Field(
@@ -272,6 +280,11 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
 
 def _rank_problem(config: ModelFlags) -> str | None:
     """Return what is wrong with the flags of several ranks, likewise."""
+    if config.ep_size not in (1, config.tp_size):
+        return (
+            f"--ep-size {config.ep_size}: experts are divided among all ranks or each expert is: choose 1, or "
+            f"--tp-size {config.ep_size}"
+        )
     if config.tp_size == 1:
         return None
     ranks, fields = f"--tp-size {config.tp_size}", type(config).model_fields

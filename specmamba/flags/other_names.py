@@ -55,6 +55,8 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "enable_deterministic_inference": Renamed("deterministic", is_switch=True),
     "tensor_parallel_size": Renamed("tp_size"),
     "tp": Renamed("tp_size"),
+    "expert_parallel_size": Renamed("ep_size"),
+    "ep": Renamed("ep_size"),
     "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),
     "pp_size": Fixed((1,), _WHOLE_LAYERS),
     "data_parallel_size": Fixed((1,), _REPLICAS),

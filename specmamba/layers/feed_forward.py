@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from specmamba.kernels import moe, rowwise
 from specmamba.kernels.linear import Matrix, WeightForm
-from specmamba.kernels.moe import Routing
+from specmamba.kernels.moe import PartOfGroups, Routing
 from specmamba.kernels.native import library
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear
@@ -142,8 +142,9 @@ class Experts:
         dtype: torch.dtype | None = None,
         layout: torch.device | None = None,
         ranks: Ranks = ONE_RANK,
+        own: tuple[range, int] | None = None,
     ) -> None:
-        """Hold the matrices of all experts.
+        """Hold the matrices of all experts, or of those that this rank has.
 
         Args:
             up: [E, I, H], or [E, 2 I, H] for activations that halve the width; not kept when a packed copy takes its
@@ -153,10 +154,13 @@ class Experts:
             form: how matrices that are not quantized are stored.
             dtype: of inputs, where matrices are quantized.
             layout: the device whose sizes are meant, where matrices have no values.
-            ranks: each of which has some of the I.
+            ranks: each of which has some of the I, or of the experts.
+            own: which of how many experts these are; None: all.
         """
         self._ranks = ranks
-        self.num_experts, self.device = up.shape[0], up.device
+        self.num_experts, self.device = up.shape[0] if own is None else own[1], up.device
+        self._places = None if own is None else _places(*own, self.device)  # [E] int64, of experts on this rank
+        self._num_own = up.shape[0]
         if self.device.type == "cpu":
             library.preload()
         self._up, self._down = (moe.packed(weight, form, dtype, layout) for weight in (up, down))
@@ -165,9 +169,29 @@ class Experts:
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """Sum the weighted outputs of each token's experts: [T, H] -> [T, H]."""
+        if self._places is not None:
+            return self._ranks.all_reduce(self._own_part(x, routing, self._places))
         pairs, groups = moe.dispatch(x, routing.experts, self.num_experts)
         inner = self.activation(self._up(pairs, groups))
         return self._ranks.all_reduce(moe.combine(self._down(inner, groups), groups, routing.weights))
+
+    def _own_part(self, x: Tensor, routing: Routing, places: Tensor) -> Tensor:
+        """The sum over those of each token's experts that this rank has.
+
+        Pairs with other experts are sorted behind all of its own. Rows that nothing was computed for may hold anything.
+        """
+        pairs, groups = moe.dispatch(x, places[routing.experts], self._num_own + 1)
+        groups = PartOfGroups(groups.places, groups.ends[: self._num_own])
+        y = self._down(self.activation(self._up(pairs, groups)), groups)
+        rows = torch.arange(y.shape[0], device=y.device)[:, None]
+        return moe.combine(torch.where(rows < groups.ends[-1], y, 0.0), groups, routing.weights)
+
+
+def _places(own: range, num_experts: int, device: torch.device) -> Tensor:
+    """The place of every expert among those of a rank; the number of these for all others."""
+    places = torch.full((num_experts,), len(own), dtype=torch.int64, device=device)
+    places[own.start : own.stop] = torch.arange(len(own), device=device)
+    return places
 
 
 class MoE:

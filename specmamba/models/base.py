@@ -32,6 +32,7 @@ class LoadOptions:
     draft_keeps_codes: bool = False  # the same for a draft
     layout_device_type: str = "cpu"  # where ``device`` is "meta": the type of device whose layout of weights is assumed
     ranks: Ranks = ONE_RANK  # that share the model; this process gets the part of its rank
+    divides_experts: bool = False  # a rank has some of the experts, and not a part of each
 
     @property
     def layout_device(self) -> torch.device:

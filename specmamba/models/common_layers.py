@@ -16,6 +16,7 @@ from specmamba.kernels import paged_attention, rowwise
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import Experts, GatedMLP
 from specmamba.layers.primitives import Linear
+from specmamba.models.matrices.expert_matrices import ExpertMatrices
 from specmamba.models.weights import Weights, scaled
 from specmamba.parallel.share import Segment, Share
 
@@ -224,13 +225,9 @@ def gated_experts(
         CheckpointError: a tensor is missing or misshapen.
     """
     hidden, (gate, up_name, down_name) = weights.config.hidden_size, names
-    if weights.reader.has(f"{prefix}gate_up_proj"):
-        up = weights.take_matrix(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
-        down = weights.take_matrix(f"{prefix}down_proj", num_experts, hidden, inner)
-    else:
-        up = weights.take_experts(prefix, (gate, up_name), num_experts, inner, hidden)
-        down = weights.take_experts(prefix, (down_name,), num_experts, hidden, inner)
-    return weights.experts(up, down, rowwise.silu_mul)
+    experts = ExpertMatrices(weights, num_experts, hidden, inner, each=prefix)
+    up = experts.up(f"{prefix}gate_up_proj", (gate, up_name))
+    return experts.layer(up, experts.down(f"{prefix}down_proj", down_name), rowwise.silu_mul)
 
 
 def mlp_segment(inner: int) -> Segment:
@@ -254,7 +251,7 @@ def one_product(
     """
     matrices, biases = [], []
     for name, (segment, scale) in parts.items():
-        matrix = weights.part(weights.take_matrix(f"{prefix}{name}.weight", segment.size, width), segment)
+        matrix = weights.take_matrix(f"{prefix}{name}.weight", segment.size, width, outputs=[segment])
         matrices.append(scaled(matrix, in_scale * scale))
         if has_bias:
             biases.append(scaled(weights.part(weights.take(f"{prefix}{name}.bias", segment.size), segment), scale))

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from specmamba.cache.shapes import KVShape
 from specmamba.checkpoints.checkpoint import read_architecture
 from specmamba.checkpoints.config_bounds import require_bounded_config
-from specmamba.checkpoints.files import read_json
+from specmamba.checkpoints.files import is_bare, read_json
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -183,14 +183,14 @@ def _refuse_variants(folder: Path, config: Any) -> None:
 
 
 def _copies(head: TensorReader, target_folder: Path, options: LoadOptions) -> list[str]:
-    """Embedding and output matrix of a block head, which are the target's.
+    """Embedding and output matrix of a block head, which are the target's; without its weights they count as such.
 
     Raises:
         UnsupportedModelError: they are not.
     """
     stored = [name for name in (EMBEDDING, OUTPUT) if head.has(name)]
     for name in stored:
-        if not _is_of_target(head, name, target_folder, options):
+        if not (is_bare(target_folder) or _is_of_target(head, name, target_folder, options)):
             raise UnsupportedModelError(
                 f"{target_folder} does not have the {name} of its draft head: block heads with an embedding or output "
                 "matrix of their own are not supported"
@@ -199,8 +199,11 @@ def _copies(head: TensorReader, target_folder: Path, options: LoadOptions) -> li
 
 
 def _is_of_target(head: TensorReader, name: str, target_folder: Path, options: LoadOptions) -> bool:
-    """Whether a head's embedding or output matrix equals the target's in sampled rows; all rows take too long."""
-    if not head.has(name):
+    """Whether a head's embedding or output matrix equals the target's in sampled rows; all rows take too long.
+
+    Without the target's weights it counts as another one.
+    """
+    if not head.has(name) or is_bare(target_folder):
         return False
     with TensorReader(target_folder) as target:
         shape, theirs = head.stored(name).shape, [n for n in target.names() if TARGET_MATRIX[name].fullmatch(n)]

@@ -111,7 +111,7 @@ class HeadWeights(Weights):
         if theirs is None or not have_same_values(own, theirs, guess=self._shares_embedding):
             return Embedding(own.shape, own)
         self.num_parameters -= own.numel()
-        self._replace(0, own)
+        self.replace_bytes(0, own)
         return target.embedding
 
     def own_output(self) -> Linear | None:
@@ -119,7 +119,7 @@ class HeadWeights(Weights):
         c = self.config
         if not self.reader.has(OUTPUT):
             return None
-        return self.head(self.take_matrix(OUTPUT, c.vocab_size, c.hidden_size))
+        return self.head(self.take_head(OUTPUT, c.vocab_size, c.hidden_size), c.vocab_size)
 
     def blocks_behind_attention(self) -> list[Block]:
         """All blocks behind the attention of the first layer."""
@@ -256,14 +256,13 @@ def _output(weights: HeadWeights, embedding: Embedding, vocab_size: int) -> tupl
             f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no tensor {DRAFT_IDS} that says which"
         )
     if reader.has(OUTPUT):
-        return weights.head(weights.take_matrix(OUTPUT, size, c.hidden_size)), ids
+        return weights.head(weights.take_head(OUTPUT, size, c.hidden_size), size), ids
     if size != vocab_size:
         raise CheckpointError(f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no {OUTPUT}")
     if not (c.tie_word_embeddings and reader.has(EMBEDDING)):
         return None, None
     assert embedding.table is not None  # the head has one, and the target's only where it is equal
-    weights.keep(embedding.table)
-    return weights.head(embedding.table), None
+    return weights.head(weights.as_head(embedding.table), vocab_size), None
 
 
 def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor | None:

@@ -26,12 +26,14 @@ from specmamba.models.common_layers import (
 )
 from specmamba.models.hybrid import Block, Layer
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
+from specmamba.models.matrices.expert_matrices import ExpertMatrices
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RENAMES = ()
+GATE_UP = "gate", "up"  # the rows of an expert's first matrix
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
@@ -102,10 +104,11 @@ class GraniteWeights(Weights):
         if not c.num_local_experts:
             return shared
         experts = f"{prefix}block_sparse_moe."
-        up = self.take_matrix(f"{experts}input_linear.weight", c.num_local_experts, 2 * c.intermediate_size, hidden)
-        down = self.take_matrix(f"{experts}output_linear.weight", c.num_local_experts, hidden, c.intermediate_size)
+        matrices = ExpertMatrices(self, c.num_local_experts, hidden, c.intermediate_size)
+        up = matrices.up(f"{experts}input_linear.weight", GATE_UP)
+        down = matrices.down(f"{experts}output_linear.weight")
         router = self.take_router(f"{experts}router.layer.weight", c.num_local_experts)
-        return MoE(TopKSoftmaxRouter(router, c.num_experts_per_tok), self.experts(up, down, rowwise.silu_mul), shared)
+        return MoE(TopKSoftmaxRouter(router, c.num_experts_per_tok), matrices.layer(up, down, rowwise.silu_mul), shared)
 
 
 def _refuse_variants(config: Any) -> None:

@@ -27,6 +27,7 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, Layer
+from specmamba.models.matrices.expert_matrices import ExpertMatrices
 from specmamba.models.weights import Weights, loaded_model, reordered
 
 if TYPE_CHECKING:
@@ -130,10 +131,10 @@ class KimiWeights(Weights):
             c.routed_scaling_factor,
         )
         gate, up, down = names.of_expert
-        of_experts = self.take_experts(f"{prefix}experts.", (gate, up), num_experts, inner, c.hidden_size)
-        back = self.take_experts(f"{prefix}experts.", (down,), num_experts, c.hidden_size, inner)
+        experts = ExpertMatrices(self, num_experts, c.hidden_size, inner, each=f"{prefix}experts.")
+        of_experts, back = experts.up("", (gate, up)), experts.down("", down)
         shared = gated_mlp(self, f"{prefix}shared_experts.", inner * c.n_shared_experts)
-        return MoE(router, self.experts(of_experts, back, rowwise.silu_mul), shared)
+        return MoE(router, experts.layer(of_experts, back, rowwise.silu_mul), shared)
 
     def delta_attention(self, prefix: str, state_layer: int) -> KimiDeltaAttention:
         """The recurrent layer; decays and gates go through few channels, the size of a head."""
@@ -239,7 +240,7 @@ class KimiWeights(Weights):
             [heads.nope_dim, heads.value_dim], 1
         )
         products = HeadProducts(of_keys.mT.contiguous()), HeadProducts(of_values.contiguous())
-        self._replace(sum(product.nbytes for product in products), both)
+        self.replace_bytes(sum(product.nbytes for product in products), both)
         return products
 
 

@@ -250,8 +250,7 @@ def _mamba2_projection(
     shape = config.shape
     rows = shape.num_value_heads * (shape.value_dim + 1) + shape.conv_channels
     bias = weights.take(f"{name}.bias", rows) if config.has_in_bias else None
-    weight = weights.take_matrix(f"{name}.weight", rows, weights.config.hidden_size)
-    weight = weights.part(weight, *config.inputs)
+    weight = weights.take_matrix(f"{name}.weight", rows, weights.config.hidden_size, outputs=config.inputs)
     bias = None if bias is None else weights.part(bias, *config.inputs)
     if channel_scale is None:
         return weights.linear(scaled(weight, in_scale), bias)

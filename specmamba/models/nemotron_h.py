@@ -31,6 +31,7 @@ from specmamba.models.common_layers import (
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
+from specmamba.models.matrices.expert_matrices import ExpertMatrices
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
@@ -168,10 +169,11 @@ class NemotronWeights(Weights):
             width = c.moe_latent_size
             into = self.take_linear(f"{prefix}fc1_latent_proj", width, c.hidden_size, c.mlp_bias)
             latent = into, self.take_linear(f"{prefix}fc2_latent_proj", c.hidden_size, width, c.mlp_bias)
-        up = self.all_experts(f"{prefix}experts.", "up_proj", inner, width)
-        down = self.all_experts(f"{prefix}experts.", "down_proj", width, inner)
+        experts = ExpertMatrices(self, num_experts, width, inner, each=f"{prefix}experts.")
+        up = experts.up(f"{prefix}experts.up_proj", ("up_proj",))
+        down = experts.down(f"{prefix}experts.down_proj", "down_proj")
         shared = self.mlp(f"{prefix}shared_experts.", self.shared_size(f"{prefix}shared_experts.up_proj.weight"))
-        return MoE(router, self.experts(up, down, self.activation), shared, latent=latent)
+        return MoE(router, experts.layer(up, down, self.activation), shared, latent=latent)
 
     def shared_size(self, name: str) -> int:
         """The width of the shared experts, which are one MLP; the config's width is of all of them, or of each.
@@ -181,13 +183,6 @@ class NemotronWeights(Weights):
         size, count = self.config.moe_shared_expert_intermediate_size, self.config.n_shared_experts
         is_each = self.reader.has(name) and self.reader.stored(name).shape[0] == count * size
         return int(count * size if is_each else size)
-
-    def all_experts(self, prefix: str, name: str, out: int, width: int) -> Matrix:
-        """One matrix of all E experts, [E, out, width]: stored as one tensor, or as one for each expert."""
-        num_experts = self.config.n_routed_experts
-        if self.reader.has(f"{prefix}{name}"):
-            return self.take_matrix(f"{prefix}{name}", num_experts, out, width)
-        return self.take_experts(prefix, (name,), num_experts, out, width)
 
 
 def _refuse_variants(config: Any) -> None:

@@ -169,7 +169,7 @@ class OlmoWeights(Weights):
         )
         outputs = {"q": of.keys, "k": of.keys, "v": of.values, "g": of.values, "b": of.heads, "a": of.heads}
         parts = [
-            self.part(self.take_matrix(f"{prefix}{name}_proj.weight", segment.size, c.hidden_size), segment)
+            self.take_matrix(f"{prefix}{name}_proj.weight", segment.size, c.hidden_size, outputs=[segment])
             for name, segment in outputs.items()
         ]
         out = self.take_linear(f"{prefix}o_proj", c.hidden_size, of.values.size, inputs=[of.values])

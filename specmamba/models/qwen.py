@@ -35,7 +35,8 @@ from specmamba.models.common_layers import (
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
 from specmamba.models.rank_shapes import StateSegments
-from specmamba.models.weights import Weights, loaded_model, reordered
+from specmamba.models.weights import Weights, halves, loaded_model
+from specmamba.parallel.share import Segment
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -159,12 +160,15 @@ class QwenWeights(Weights):
         c = self.config
         num_q, num_kv, dim = self.heads.num_query_heads, self.heads.num_key_heads, self.heads.head_dim
         # the checkpoint interleaves each head's query with its gate
-        q_and_gate = self.take_matrix(f"{prefix}q_proj.weight", 2 * num_q * dim, c.hidden_size)
         rows = [x.flatten() for x in torch.arange(2 * num_q * dim).view(num_q, 2, dim).unbind(1)]
         queries, keys, own = self.heads.query_segment, self.heads.key_segment, self.heads.of_rank(self.share)
-        q, gate = (self.part(reordered(q_and_gate, of_part), queries) for of_part in rows)
-        taken = (self.take_matrix(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
-        k, v = (self.part(matrix, keys) for matrix in taken)
+        both, order = [queries, queries], torch.cat(rows)
+        taken = self.take_matrix(f"{prefix}q_proj.weight", len(order), c.hidden_size, outputs=both, order=order)
+        q, gate = halves(taken)
+        k, v = (
+            self.take_matrix(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size, outputs=[keys])
+            for name in ("k", "v")
+        )
         norm = head_norms(self, prefix, own, offset=1.0)
         sizes = own.num_query_heads, own.num_key_heads, dim
         form = paged_attention.AttentionConfig(*sizes, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
@@ -211,7 +215,7 @@ class QwenWeights(Weights):
         parts = []
         for name, of_part in outputs.items():
             size = sum(segment.size for segment in of_part)
-            parts.append(self.part(self.take_matrix(f"{prefix}in_proj_{name}.weight", size, hidden), *of_part))
+            parts.append(self.take_matrix(f"{prefix}in_proj_{name}.weight", size, hidden, outputs=of_part))
         return self.linear(parts[:2], gates=parts[2:])
 
 
@@ -259,18 +263,17 @@ class QwenNextWeights(QwenMoEWeights):
         s = self.state_shape
         values_of_key = s.num_value_heads // s.num_key_heads
         sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
-        stored = {"qkvz": sizes, "ba": [values_of_key, values_of_key]}
-        parts, gates = (self._by_parts(f"{prefix}in_proj_{name}.weight", of) for name, of in stored.items())
         of = self.segments
-        parts, gates = self.part(parts, *of.convolved, of.values), self.part(gates, of.heads, of.heads)
+        parts = self._by_parts(f"{prefix}in_proj_qkvz.weight", sizes, (*of.convolved, of.values))
+        gates = self._by_parts(f"{prefix}in_proj_ba.weight", [values_of_key, values_of_key], (of.heads, of.heads))
         return self.linear(parts, gates=[gates])
 
-    def _by_parts(self, name: str, sizes: Sequence[int]) -> Matrix:
+    def _by_parts(self, name: str, sizes: Sequence[int], outputs: Sequence[Segment]) -> Matrix:
         """The projection ``name``, whose outputs are stored by key heads, with those of each part side by side."""
         num_heads, width = self.state_shape.num_key_heads, sum(sizes)
         rows = torch.arange(num_heads * width).view(num_heads, width).split(list(sizes), 1)
-        matrix = self.take_matrix(name, num_heads * width, self.config.hidden_size)
-        return reordered(matrix, torch.cat([part.flatten() for part in rows]))
+        order = torch.cat([part.flatten() for part in rows])
+        return self.take_matrix(name, num_heads * width, self.config.hidden_size, outputs=outputs, order=order)
 
 
 def _count_modules(config: Any, reader: TensorReader) -> int:

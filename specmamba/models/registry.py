@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specmamba.checkpoints.assumed_reader import AssumedReader
 from specmamba.checkpoints.checkpoint import read_config, read_eos_token_ids, text_config
-from specmamba.checkpoints.files import GGUF_FILE
+from specmamba.checkpoints.files import GGUF_FILE, is_bare
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.models import (
@@ -100,18 +101,21 @@ def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
     text = text_config(config)
     # A multimodal config has this field for the whole model, and its text part may lack it.
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
-    with _open_reader(folder, family, text, options.device.type != "meta") as reader:
+    with _open_reader(folder, family, config, options.device.type != "meta") as reader:
         loaded = family.load(text, reader, options)
         stored = reader.report()
     return replace(loaded, architecture=architecture, eos_token_ids=read_eos_token_ids(folder, config), stored=stored)
 
 
-def _open_reader(folder: Path, family: Family, text: PretrainedConfig, has_values: bool) -> TensorReader:
+def _open_reader(folder: Path, family: Family, config: PretrainedConfig, has_values: bool) -> TensorReader:
     """Open the tensors of a checkpoint, by the names that the family's loader asks for."""
+    text = text_config(config)
     if (folder / GGUF_FILE).exists():
         from specmamba.checkpoints.gguf.gguf_reader import GgufReader
 
         return GgufReader(folder / GGUF_FILE, text, has_values)
+    if not has_values and is_bare(folder):
+        return AssumedReader(folder, text, _resolve_dtype("auto", config))
     return (TensorReader if has_values else ShapeReader)(folder, family.renames)
 
 

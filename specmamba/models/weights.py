@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, TypeVar, overload
 
 import torch
@@ -14,13 +16,12 @@ from specmamba.errors import CheckpointError
 from specmamba.kernels import gpu, linear, moe
 from specmamba.kernels.linear import Matrix, PackedCodes, QuantizedMatrix, WeightForm
 from specmamba.kernels.linear.grouped import form_name, name_of_rounded
-from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Embedding, GatheredLinear, Linear, RMSNorm, Rotary, SummedLinear
 from specmamba.layers.rotary_frequencies import rotary_frequencies
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 from specmamba.models.rank_shapes import own_kv, own_state
-from specmamba.parallel.share import Segment, Share
+from specmamba.parallel.share import Part, Segment, Share
 
 MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
 
@@ -28,8 +29,9 @@ MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
 class Weights:
     """Takes tensors out of a checkpoint, makes layers of them, and counts the parameters and bytes that are kept.
 
-    Where several ranks share the model, whole tensors are taken, and ``part`` leaves the rank's own. Parameters are
-    counted of the whole model, bytes of the part.
+    Where several ranks share the model, matrices are asked for by their whole shapes and the segments that are divided,
+    and no more than the rank's part is read. Vectors are taken whole, and ``part`` leaves the rank's own. Parameters
+    are counted of the whole model, bytes of the part.
     """
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: WeightForm | None = None) -> None:
@@ -38,7 +40,7 @@ class Weights:
         self.reader = reader
         self.options = options
         self.form: WeightForm = options.form if form is None else form
-        self._keeps_codes = options.keeps_codes if form is None else options.draft_keeps_codes
+        self.keeps_codes = options.keeps_codes if form is None else options.draft_keeps_codes
         self.ranks = options.ranks
         self.share = Share(options.ranks.rank, options.ranks.size)
         self.num_parameters = 0
@@ -52,28 +54,72 @@ class Weights:
         Raises:
             CheckpointError: it is missing, unreadable or misshapen, or the shape has a size of 0.
         """
-        _require_elements(name, shape)
-        dtype = dtype or self.options.dtype
-        return self._count(self.reader.take(name, shape, dtype).to(self.options.device, dtype))
+        return self._take_part(name, shape, dtype or self.options.dtype)
 
-    def take_matrix(self, name: str, *shape: int) -> Matrix:
-        """Load a matrix that products multiply by; in its codes where it is stored and runs so. Errors as ``take``."""
-        if not (self._keeps_codes and self.reader.is_coded(name)):
-            self.reader.note_run_form(name, self._rounded(self.form))
-            return self.take(name, *shape)
+    def _take_part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         _require_elements(name, shape)
-        found = self.reader.take_quantized(name, shape)
+        own = self.reader.take(name, shape, dtype, part)
+        return self._count(own.to(self.options.device, dtype), prod(shape))
+
+    def take_matrix(
+        self,
+        name: str,
+        *shape: int,
+        outputs: Sequence[Segment] = (),
+        inputs: Sequence[Segment] = (),
+        order: Tensor | None = None,
+        stack: Sequence[Segment] = (),
+    ) -> Matrix:
+        """Load a matrix that products multiply by, or this rank's part; in its codes where it is stored and runs so.
+
+        Args:
+            name: of the tensor.
+            shape: [..., out, in], of the whole.
+            outputs: segments of ``out`` that a rank has its part of; none: all.
+            inputs: the same of ``in``; one of the three is divided at the most.
+            order: [out] int64, where each of the outputs is stored; None: there.
+            stack: segments of the first dimension of stacked matrices.
+
+        Raises:
+            CheckpointError: as ``take``.
+            ConfigError: it cannot be divided so.
+        """
+        part = self.share.part(inputs, -1) if inputs else self._part_of_outputs(shape[-2], outputs, order)
+        part = self.share.part(stack, 0) if stack else part
+        if not (self.keeps_codes and self.reader.is_coded(name)):
+            self.reader.note_run_form(name, self._rounded(self.form))
+            return self._take_part(name, shape, self.options.dtype, part)
+        _require_elements(name, shape)
+        found = self.reader.take_quantized(name, shape, part)
         if isinstance(found, QuantizedMatrix):
             self.reader.note_run_form(name, form_name(found, gpu.multiplies_codes(self.options.layout_device)))
-            return self._count(found.to(self.options.device))
-        return self._count(found.to(self.options.device, self.options.dtype))
+            return self._count(found.to(self.options.device), prod(shape))
+        return self._count(found.to(self.options.device, self.options.dtype), prod(shape))
+
+    def take_as_numbers(
+        self, name: str, *shape: int, outputs: Sequence[Segment] = (), inputs: Sequence[Segment] = ()
+    ) -> Tensor:
+        """As ``take_matrix``, and never in codes."""
+        part = self.share.part(inputs, -1) if inputs else self._part_of_outputs(shape[-2], outputs)
+        return self._take_part(name, shape, self.options.dtype, part)
+
+    def leave(self, name: str, *shape: int) -> None:
+        """Count the parameters of a tensor that another rank takes. Raises CheckpointError: there is none."""
+        self.reader.leave(name, shape)
+        self.num_parameters += prod(shape)
+
+    def _part_of_outputs(self, size: int, outputs: Sequence[Segment], order: Tensor | None = None) -> Part | None:
+        if not outputs:
+            return None if order is None else Part(-2, order)
+        assert sum(segment.size for segment in outputs) == size
+        return self.share.part(outputs, -2, order)
 
     @overload
     def part(self, x: Tensor, *segments: Segment, dim: int = 0) -> Tensor: ...
     @overload
     def part(self, x: Matrix, *segments: Segment, dim: int = 0) -> Matrix: ...
     def part(self, x: Matrix, *segments: Segment, dim: int = 0) -> Matrix:
-        """Keep this rank's part of a tensor that was taken, whose dimension ``dim`` consists of these segments.
+        """Keep this rank's part of a small tensor that was taken, whose dimension ``dim`` consists of these segments.
 
         Raises:
             ConfigError: it cannot be divided so.
@@ -81,7 +127,7 @@ class Weights:
         if self.share.size == 1:
             return x
         own = self.share.cut(x, segments, dim)
-        self._replace(own.nbytes, x)
+        self.replace_bytes(own.nbytes, x)
         return own
 
     def take_embedding(self, name: str) -> Matrix:
@@ -99,8 +145,9 @@ class Weights:
         """The name of the form in which a matrix runs that is rounded when it is loaded."""
         return name_of_rounded(form, gpu.multiplies_codes(self.options.layout_device))
 
-    def _count(self, taken: MatrixT) -> MatrixT:
-        self.num_parameters += taken.numel()
+    def _count(self, taken: MatrixT, num_parameters: int) -> MatrixT:
+        """Count the bytes of what was taken, and the parameters of the whole that it is of."""
+        self.num_parameters += num_parameters
         self.num_bytes += taken.nbytes
         return taken
 
@@ -112,7 +159,7 @@ class Weights:
 
     def keep_instead(self, kept: Tensor, *taken: Matrix) -> Tensor:
         """Count the bytes of ``kept`` in place of those of tensors that were taken; gives ``kept``."""
-        self._replace(kept.nbytes, *taken)
+        self.replace_bytes(kept.nbytes, *taken)
         return kept
 
     def linear(
@@ -133,22 +180,33 @@ class Weights:
         own_bias = None if sums else bias
         made = Linear(parts, own_bias, self.form, self.options.dtype, self.options.layout_device, gates)
         made = SummedLinear(made, bias, self.ranks) if sums else made
-        self._replace(made.nbytes, *parts, *gates, bias)
+        self.replace_bytes(made.nbytes, *parts, *gates, bias)
         return made
 
-    def head(self, matrix: Matrix) -> Linear:
-        """Make the layer of an output head [V, H] that was taken; in 8 bits where others have fewer."""
-        tokens = Segment("tokens in its vocabulary", matrix.shape[0], 1, "uneven")
-        own = self.share.cut(matrix, (tokens,))
-        made = Linear((own,), None, head_form(self.form), self.options.dtype, self.options.layout_device)
+    def head(self, matrix: Matrix, num_tokens: int) -> Linear:
+        """Make the layer of an output head: this rank's part of a matrix [V, H]; in 8 bits where others have fewer."""
+        made = Linear((matrix,), None, head_form(self.form), self.options.dtype, self.options.layout_device)
         if self.share.size > 1:
-            made = GatheredLinear(made, self.share.widths(tokens), self.ranks)
-        self._replace(made.nbytes, matrix)
+            made = GatheredLinear(made, self.share.widths(_tokens(num_tokens)), self.ranks)
+        self.replace_bytes(made.nbytes, matrix)
         return made
+
+    def take_head(self, name: str, num_tokens: int, width: int) -> Matrix:
+        """Load this rank's part of an output head [V, H]. Errors as ``take``."""
+        return self.take_matrix(name, num_tokens, width, outputs=[_tokens(num_tokens)])
+
+    def as_head(self, embedding: Matrix) -> Matrix:
+        """This rank's part of an embedding [V, H] that stays in memory and is an output head too."""
+        if self.share.size == 1:
+            self.keep(embedding)
+            return embedding
+        own = self.share.cut(embedding, [_tokens(embedding.shape[0])])
+        self.num_bytes += own.nbytes
+        return own
 
     def keep(self, matrix: Matrix) -> None:
         """Count a matrix that stays in memory beside the layer that ``linear`` makes of it, as an embedding does."""
-        if self.share.size > 1 or linear.copies(self.options.layout_device, self.options.dtype, self.form):
+        if linear.copies(self.options.layout_device, self.options.dtype, self.form):
             self.num_bytes += matrix.nbytes
 
     def embedding_layer(self, matrix: Matrix, head: Linear | None) -> Embedding:
@@ -159,18 +217,18 @@ class Weights:
             assert isinstance(head.product, PackedCodes)
             return Embedding(matrix.shape, None, head.product)
         codes = linear.packed_codes(matrix, self.options.dtype, self.options.layout_device)
-        self._replace(codes.nbytes, matrix)
+        self.replace_bytes(codes.nbytes, matrix)
         return Embedding(matrix.shape, None, codes)
 
     def share_linear(self, matrix: Matrix, target: HybridTarget) -> Linear:
-        """The output layer of a draft head: the target's, made of ``matrix`` [V, H], or a copy in the draft's form."""
+        """The output layer of a draft head: the target's, or a copy in the draft's form of ``matrix``, its part."""
         if head_form(self.form) == head_form(self.options.form) or isinstance(matrix, QuantizedMatrix):
             return target.head
         if matrix is target.embedding.table:
             self.keep(matrix)
         else:
             self.num_bytes += matrix.nbytes
-        return self.head(matrix)
+        return self.head(matrix, target.vocab_size)
 
     def take_linear(
         self,
@@ -188,51 +246,10 @@ class Weights:
         with neither it has all of the layer.
         """
         bias = self.take(f"{name}.bias", out) if has_bias else None
-        weight = self.take_matrix(f"{name}.weight", out, width)
-        if outputs:
-            weight = self.part(weight, *outputs)
-            bias = None if bias is None else self.part(bias, *outputs)
-        if inputs:
-            weight = self.part(weight, *inputs, dim=-1)
+        weight = self.take_matrix(f"{name}.weight", out, width, outputs=outputs, inputs=inputs)
+        if outputs and bias is not None:
+            bias = self.part(bias, *outputs)
         return self.linear(scaled(weight, scale), None if bias is None else scaled(bias, scale), is_summed=bool(inputs))
-
-    def take_experts(self, prefix: str, names: Sequence[str], num_experts: int, out: int, width: int) -> Matrix:
-        """Stack ``prefix``e.name.weight [out, width] of every expert e to [E, names * out, width], one by one.
-
-        They stay in their codes where those of all experts mean the same.
-        """
-        own = [f"{prefix}{expert}.{name}.weight" for expert in range(num_experts) for name in names]
-        if self._keeps_codes and all(map(self.reader.is_coded, own)):
-            matrices = [self.take_matrix(name, out, width) for name in own]
-            coded = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
-            if len(coded) == len(own) and all(matrix.is_like(coded[0]) for matrix in coded):
-                return QuantizedMatrix.cat(coded, 0).stacked(num_experts)
-            for name in own:
-                self.reader.note_run_form(name, "")
-            dense = [x if isinstance(x, Tensor) else x.dequantize(self.options.dtype) for x in matrices]
-            return self.keep_instead(torch.stack(dense).view(num_experts, -1, width), *matrices)
-        stack = None
-        for place, name in enumerate(own):
-            self.reader.note_run_form(name, "" if self.form == "plain" else self.form)
-            matrix = self.take(name, out, width)
-            if stack is None:
-                stack = matrix.new_empty(len(own), out, width)
-            stack[place] = matrix
-        assert stack is not None
-        return stack.view(num_experts, -1, width)
-
-    def experts(self, up: Matrix, down: Matrix, activation: Callable[[Tensor], Tensor]) -> Experts:
-        """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``.
-
-        Every rank has a part of each expert.
-        """
-        inner = Segment("channels between an expert's projections", down.shape[-1], 1, "uneven")
-        up = self.part(up, *[inner] * (up.shape[1] // inner.size), dim=1)
-        down = self.part(down, inner, dim=-1)
-        layout = self.options.layout_device
-        made = Experts(up, down, activation, self.form, self.options.dtype, layout, self.ranks)
-        self._replace(made.nbytes, up, down)
-        return made
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         """Make a norm of the weight ``name`` [size]; ``offset``: 1 for families that store w - 1."""
@@ -263,31 +280,41 @@ class Weights:
             blocks, norm, rotary, embedding_scale, logits_scale: as for ``HybridTarget``.
 
         Returns:
-            The target, and the matrix [V, H] of its output head.
+            The target, and the matrix of its output head [V, H], this rank's part.
         """
         matrix = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
-        head = self.head(matrix)
-        shares_codes = matrix is embedding and self.share.size == 1  # a rank has all vectors, and a part of the head
+        head = self.head(matrix, embedding.shape[0])
+        shares_codes = matrix is embedding  # a rank has all vectors, and a part of the head
         vectors = self.embedding_layer(embedding, head if shares_codes else None)
         return HybridTarget(vectors, blocks, norm, head, rotary, embedding_scale, logits_scale), matrix
 
     def output_head(self, name: str, embedding: Matrix, is_tied: bool) -> Matrix:
-        """The stored output head [V, H] if there is one, even where the config says tied, as transformers does."""
+        """This rank's part of the output head [V, H].
+
+        It is the stored one if there is one, even where the config says tied, as transformers does.
+        """
         if not is_tied or self.reader.has(name):
-            head = self.take_matrix(name, *embedding.shape)
+            head = self.take_head(name, *embedding.shape)
             if isinstance(head, Tensor) and self.form != "plain":
                 self.reader.note_run_form(name, self._rounded(head_form(self.form)))
-            if not _is_copy(head, embedding, guess=is_tied):
+            if not _is_copy(head, self._own_rows(embedding), guess=is_tied):
                 return head
-            self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
-            self._replace(0, head)
-        if isinstance(embedding, Tensor) or self.share.size > 1:
-            self.keep(embedding)
+            self.num_parameters -= embedding.numel()  # a second copy of the embedding: one is enough
+            self.replace_bytes(0, head)
         if isinstance(embedding, Tensor) and (form := self._rounded(head_form(self.form))):
             self.reader.note_run_form(self._embedding_name, f"it is, and as output head in {form}")
-        return embedding
+        if isinstance(embedding, QuantizedMatrix) and self.share.size == 1:
+            return embedding  # one product of codes is both
+        return self.as_head(embedding)
 
-    def _replace(self, num_bytes: int, *taken: Matrix | None) -> None:
+    def _own_rows(self, embedding: Matrix) -> Matrix:
+        """The vectors of the tokens of this rank's part of the output head; of codes, which are not compared, all."""
+        if self.share.size == 1 or isinstance(embedding, QuantizedMatrix):
+            return embedding
+        own = self.share.units(_tokens(len(embedding)))
+        return embedding[own.start : own.stop]
+
+    def replace_bytes(self, num_bytes: int, *taken: Matrix | None) -> None:
         """Count ``num_bytes`` in place of the bytes of tensors that were taken."""
         self.num_bytes += num_bytes - sum(tensor.nbytes for tensor in taken if tensor is not None)
 
@@ -309,9 +336,27 @@ def reordered(x: Matrix, rows: Tensor) -> Matrix:
     return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows]
 
 
+def halves(x: Matrix) -> tuple[Matrix, Matrix]:
+    """The first and the second half of the rows of a matrix [2 N, K]."""
+    half = x.shape[0] // 2
+    if isinstance(x, Tensor):
+        return x[:half], x[half:]
+    minima = (None, None) if x.minimum is None else x.minimum.split(half)
+    first, second = (
+        replace(x, codes=codes, scale=scale, minimum=minimum)
+        for codes, scale, minimum in zip(x.codes.split(half), x.scale.split(half), minima, strict=True)
+    )
+    return first, second
+
+
 def head_form(form: WeightForm) -> WeightForm:
     """The form of an output head, whose outputs are compared: 8 bits at the least, and inputs that are not rounded."""
     return "int8" if form.startswith("int4") else "fp8" if form == "fp8-dynamic" else form
+
+
+def _tokens(num_tokens: int) -> Segment:
+    """The rows of an output head."""
+    return Segment("tokens in its vocabulary", num_tokens, 1, "uneven")
 
 
 def _is_copy(head: Matrix, embedding: Matrix, guess: bool) -> bool:

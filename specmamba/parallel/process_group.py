@@ -1,6 +1,7 @@
 """Ranks that exchange tensors: on CPUs over memory that they share, or by gloo; on GPUs by NCCL.
 
-Imported where there are several. They meet by torch.distributed, which also exchanges what native code does not.
+Imported where there are several. They meet by torch.distributed, which also exchanges what native code does not. What
+the host has or wants goes by gloo on GPUs too: it neither waits for kernels nor depends on a GPU that hangs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specmamba.parallel.shared_memory import SharedMemory, share
 # only ends an exchange that nothing else ends.
 TIMEOUT = timedelta(minutes=30)
 JOIN_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # of torch.distributed, by the device of what is exchanged
 
 
 class ProcessRanks(Ranks):
@@ -51,10 +53,9 @@ class ProcessRanks(Ranks):
             store = None if store_file is None else FileStore(store_file, size)
             if store is not None:
                 store.set_timeout(JOIN_TIMEOUT)
-            backend = "nccl" if device.type == "cuda" else "gloo"
             own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
             dist.init_process_group(
-                backend, rank=rank, world_size=size, store=store, timeout=JOIN_TIMEOUT, device_id=own
+                BACKENDS[device.type], rank=rank, world_size=size, store=store, timeout=JOIN_TIMEOUT, device_id=own
             )
             self.smallest(0)  # initialization ends on one rank while others still connect
             dist.distributed_c10d._set_pg_timeout(TIMEOUT)
@@ -115,22 +116,28 @@ class ProcessRanks(Ranks):
 
     def smallest(self, number: int) -> int:
         """As ``Ranks.smallest``."""
-        of_all = torch.tensor(number, dtype=torch.int64, device=self._device)
+        of_all = torch.tensor(number, dtype=torch.int64)
         dist.all_reduce(of_all, dist.ReduceOp.MIN)
         return int(of_all)
 
     def agree(self, what: str, value: str) -> None:
         """As ``Ranks.agree``."""
         digest = list(hashlib.sha256(value.encode()).digest())
-        own = torch.tensor(digest, dtype=torch.int64, device=self._device)
+        own = torch.tensor(digest, dtype=torch.int64)
         differs = not torch.equal(own, self.broadcast(own.clone()))
         if self.smallest(-int(differs)):
             raise ConfigError(f"--tp-size {self.size}: the ranks differ in {what}: start them alike")
 
     def end(self) -> None:
-        """As ``Ranks.end``; connections of torch.distributed close with the process that ends."""
+        """As ``Ranks.end``.
+
+        Connections of gloo close with the process that ends. Kernels of NCCL do not notice that: they would wait, and
+        the host for them, until they are aborted.
+        """
         if (memory := self._memory) is not None:
             memory.exchange.end()
+        if self._device.type == "cuda" and (group := dist.group.WORLD) is not None:
+            group.abort()
 
     def close(self) -> None:
         """As ``Ranks.close``."""

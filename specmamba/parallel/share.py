@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -82,6 +83,22 @@ class Share:
             begin += segment.size
         return torch.cat(parts)
 
+    def part(self, segments: Sequence[Segment], dim: int = 0, order: Tensor | None = None) -> Part | None:
+        """The part that this rank has of a tensor whose dimension ``dim`` consists of these segments; None: all of it.
+
+        Args:
+            segments: together all of the dimension, in the order that the model wants.
+            dim: counted from the end or from the front.
+            order: [n] int64, where each place of the segments is stored; None: there.
+
+        Raises:
+            ConfigError: the segments cannot be divided.
+        """
+        if self.size == 1:
+            return None if order is None else Part(dim, order)
+        index = self.index(segments)
+        return Part(dim, index if order is None else order[index], segments[0], self.size)
+
     def cut(self, x: Matrix, segments: Sequence[Segment], dim: int = 0) -> Matrix:
         """This rank's part of a tensor or a matrix whose dimension ``dim`` consists of these segments.
 
@@ -94,34 +111,82 @@ class Share:
             ConfigError: the segments cannot be divided, or the groups of a quantized matrix do not end where its parts
                 do.
         """
-        if self.size == 1:
-            return x
-        assert sum(segment.size for segment in segments) == x.shape[dim]
-        index = self.index(segments)
-        if isinstance(x, Tensor):
-            return x.index_select(dim, index.to(x.device))
-        dim %= len(x.shape)
-        return self._columns(x, index, segments) if dim == len(x.shape) - 1 else _rows(x, index, dim)
+        part = self.part(segments, dim)
+        assert part is None or sum(segment.size for segment in segments) == x.shape[dim]
+        return x if part is None else part.of(x)
 
     def cut_tensor(self, x: Tensor, segments: Sequence[Segment], dim: int = 0) -> Tensor:
         """As ``cut``, of a tensor."""
-        return x if self.size == 1 else x.index_select(dim, self.index(segments).to(x.device))
+        part = self.part(segments, dim)
+        return x if part is None else part.of_tensor(x)
 
-    def _columns(self, x: QuantizedMatrix, index: Tensor, segments: Sequence[Segment]) -> QuantizedMatrix:
-        codes = x.codes.index_select(-1, index.to(x.device))
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some places of one dimension of a tensor, in any order: what a rank has of it."""
+
+    dim: int
+    index: Tensor  # [n] int64, on the CPU
+    segment: Segment | None = None  # the first one, for messages
+    num_ranks: int = 1
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of a tensor with this one."""
+        dim = self.dim % len(whole)
+        return (*whole[:dim], len(self.index), *whole[dim + 1 :])
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The places as runs that follow each other: where each begins, and how many places it has."""
+        if not len(self.index):
+            return []
+        breaks = (self.index.diff() != 1).nonzero().flatten() + 1
+        bounds = [0, *breaks.tolist(), len(self.index)]
+        return [(int(self.index[at]), end - at) for at, end in pairwise(bounds)]
+
+    def is_of_columns(self, x: Matrix) -> bool:
+        """Whether the last dimension is cut."""
+        return self.dim % len(x.shape) == len(x.shape) - 1
+
+    def of(self, x: Matrix) -> Matrix:
+        """Copy the part out of a whole tensor or matrix.
+
+        Raises:
+            ConfigError: the groups of a quantized matrix do not end where its part does.
+        """
+        if isinstance(x, Tensor):
+            return self.of_tensor(x)
+        return self.with_codes(x, self.of_tensor(x.codes))
+
+    def of_tensor(self, x: Tensor) -> Tensor:
+        """As ``of``, of a tensor."""
+        return x.index_select(self.dim, self.index.to(x.device))
+
+    def with_codes(self, x: QuantizedMatrix, codes: Tensor) -> QuantizedMatrix:
+        """The part of a matrix whose ``codes`` are cut already. Raises as ``of``."""
+        if not self.is_of_columns(x):
+            minimum = None if x.minimum is None else self.of_tensor(x.minimum)
+            return replace(x, codes=codes, scale=self.of_tensor(x.scale), minimum=minimum)
         if x.scale.shape[-1] == 1:  # one group, a whole row
-            return replace(x, codes=codes, group=max(1, len(index)))
-        begin, end = int(index[0]), int(index[-1]) + 1
-        is_run = end - begin == len(index)
-        if not is_run or begin % x.group or (end % x.group and end != x.shape[-1]):
+            return replace(x, codes=codes, group=max(1, len(self.index)))
+        if not self.ends_with_groups(x):
+            assert self.segment is not None
             raise ConfigError(
-                f"--tp-size {self.size}: a matrix is stored with a scale for every {x.group} inputs, and the "
-                f"{segments[0].units} {segments[0].name} cannot be divided at such borders: choose fewer ranks, or "
+                f"--tp-size {self.num_ranks}: a matrix is stored with a scale for every {x.group} inputs, and the "
+                f"{self.segment.units} {self.segment.name} cannot be divided at such borders: choose fewer ranks, or "
                 "--quantization none"
             )
+        begin, end = int(self.index[0]), int(self.index[-1]) + 1
         groups = slice(begin // x.group, -(-end // x.group))
         minimum = None if x.minimum is None else x.minimum[..., groups]
         return replace(x, codes=codes, scale=x.scale[..., groups], minimum=minimum)
+
+    def ends_with_groups(self, x: QuantizedMatrix) -> bool:
+        """Whether no group of inputs is divided, but for those that are a whole row."""
+        if not self.is_of_columns(x) or x.scale.shape[-1] == 1:
+            return True
+        runs = self.runs()
+        begin, end = runs[0][0], sum(runs[0])
+        return len(runs) == 1 and begin % x.group == 0 and (end % x.group == 0 or end == x.shape[-1])
 
 
 def _fitting(segment: Segment) -> str:
@@ -129,9 +194,3 @@ def _fitting(segment: Segment) -> str:
     if segment.division == "uneven":
         return f"{segment.units} at the most"
     return f"a number that divides {segment.units}{', or a multiple' if segment.division == 'repeated' else ''}"
-
-
-def _rows(x: QuantizedMatrix, index: Tensor, dim: int) -> QuantizedMatrix:
-    index = index.to(x.device)
-    parts = {name: getattr(x, name) for name in ("codes", "scale", "minimum")}
-    return replace(x, **{name: part.index_select(dim, index) for name, part in parts.items() if part is not None})

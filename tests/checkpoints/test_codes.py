@@ -16,6 +16,7 @@ from specmamba.engine.model_report import model_info
 from specmamba.errors import ConfigError
 from specmamba.kernels import linear
 from specmamba.kernels.linear import native_ops
+from specmamba.kernels.linear.quantized import e4m3_values
 from specmamba.measure.full_batch import Job, accept_length, run_full_batch
 from specmamba.measure.prompts import bundled_texts, encode_with_continuation
 from tests.exactness import assert_same_greedy_texts
@@ -194,3 +195,12 @@ def test_gates_are_not_rounded(needs_native: None) -> None:
 def test_codes_need_a_dtype_that_products_take(needs_native: None) -> None:
     with pytest.raises(ConfigError, match="this is float16 on cpu"):
         LLM(quantization="int4", dtype="float16")
+
+
+def test_tables_with_nan_are_alike() -> None:
+    """FP8 has codes that are NaN: experts and neighbouring projections in it are joined all the same."""
+    codes, scale = torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 1)
+    first, second = (linear.QuantizedMatrix(codes, scale, 8, table=e4m3_values()) for _ in range(2))
+    assert first.is_like(second)
+    other = linear.QuantizedMatrix(codes, scale, 8, table=e4m3_values().neg())
+    assert not first.is_like(other)

@@ -41,6 +41,8 @@ SAME = [
     ("random_seed", 7, "7", "seed", 7),
     ("tensor_parallel_size", 2, "2", "tp_size", 2),
     ("tp", 4, "4", "tp_size", 4),
+    ("expert_parallel_size", 1, "1", "ep_size", 1),
+    ("ep", 1, "1", "ep_size", 1),
     ("enforce_eager", True, None, "disable_cuda_graph", True),
     ("enable_deterministic_inference", True, None, "deterministic", True),
     ("enable_prefix_caching", False, None, "disable_radix_cache", True),

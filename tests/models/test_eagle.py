@@ -587,7 +587,7 @@ def test_damaged_folders(target: Path, tmp_path: Path) -> None:
 def test_a_head_is_refused_before_the_target_is_read(
     target: Path, tmp_path: Path, heads: dict[str, Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: TensorReader, name: str) -> None:
+    def refuse(_: TensorReader, name: str, part: object = None) -> None:
         raise AssertionError(f"{name} was read")
 
     monkeypatch.setattr(TensorReader, "_read", refuse)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
+from unittest.mock import patch
+
+from torch import Tensor
 
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import NativeReplay
+from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.sampling_params import SamplingParams
+from specmamba.verify.result import known_token_logprobs
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -41,10 +47,12 @@ class Answer(TypedDict):
 
 def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
     """Load the engine, answer the prompts, and close it."""
-    config = EngineConfig(**SMALL | {"tp_size": ranks.size} | job["flags"])
-    engine = Engine(config.on_device("cpu"), ranks)
+    of_one = {"ep_size": 1} if ranks.size == 1 else {}
+    config = EngineConfig(**SMALL | {"tp_size": ranks.size} | job["flags"] | of_one)
+    engine, logits = Engine(config.on_device("cpu"), ranks), list[Any]()
     try:
-        answers = _run(engine, job, "")
+        with patch.object(runner, "known_token_logprobs", recording(logits)):
+            answers = _run(engine, job, "")
         for i in range(len(job["prompts"]) if job["is_repeated"] else 0):
             answers += _run(engine, {**job, "prompts": [job["prompts"][i]]}, f"again-{i}-")
         kv = [(shape.num_layers, shape.num_heads) for shape in engine.model.cache_shape.kv]
@@ -52,6 +60,7 @@ def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
         num_tapes = len(graphs.replay.tapes) if graphs is not None and isinstance(graphs.replay, NativeReplay) else 0
         return {
             "answers": answers,
+            "prompt_logits": logits,
             "num_preemptions": engine.stats().num_preemptions,
             "kv": kv,
             "num_tapes": num_tapes,
@@ -59,6 +68,21 @@ def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
         }
     finally:
         engine.close()
+
+
+def recording(logits: list[Any]) -> Callable[..., Any]:
+    """``known_token_logprobs``, which leaves the logits of all positions that it is called for."""
+    compute = known_token_logprobs
+
+    def computed(hidden: Tensor, tokens: Any, of: Callable[[Tensor], Tensor], *rest: Any) -> Any:
+        def kept(part: Tensor) -> Tensor:
+            found = of(part)
+            logits.append(found.tolist())
+            return found
+
+        return compute(hidden, tokens, kept, *rest)
+
+    return computed
 
 
 def _run(engine: Engine, job: Job, prefix: str) -> list[Answer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.files import copy_mapped
-from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, shape_of_matrix, to_matrix, type_name
+from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, BlockType, shape_of_matrix, to_matrix, type_name
 from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, TensorEntry, model_tensors, read_header
-from specmamba.checkpoints.quantized.scales import check_values, require
+from specmamba.checkpoints.mapped import copy_mapped
+from specmamba.checkpoints.quantized.scales import check_values, require, vanishes
 from specmamba.checkpoints.tensor_reader import DTYPES, StoredTensor, TensorReader
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
+from specmamba.parallel.share import Part
 
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Q2_K, Q2_K_BYTES = 10, 84  # ggml's number of the type, and the bytes of a block
@@ -47,6 +49,7 @@ class GgufReader(TensorReader):
         self._taken: set[str] = set()
         self._ignored: list[str] = []
         self._run_forms: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._tensors, self._parts = {}, {}
         for name, made in self._made.items():
             kinds = [self._infos[source].kind for source in made.sources]
@@ -58,13 +61,13 @@ class GgufReader(TensorReader):
                 self._parts[name] = {"weight": name}
         self._names = tuple(self._tensors)
 
-    def take_quantized(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Load a matrix that is stored in blocks. Raises CheckpointError."""
+    def take_quantized(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Stored:
+        """Load a matrix that is stored in blocks, or a part of it. Raises CheckpointError."""
         stored = self._tensors[name].shape
         if stored != tuple(shape):
             raise CheckpointError(f"{name} has the shape {list(stored)} in {self._file}, but should have {list(shape)}")
         self._taken.add(name)
-        return self._load(self._made[name])
+        return self._load(self._made[name], part)
 
     def _form_and_bytes(self, name: str) -> tuple[str, int]:
         """Of a matrix in blocks."""
@@ -74,18 +77,45 @@ class GgufReader(TensorReader):
 
     def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Load some rows of a matrix: [rows, width], also without values. Raises CheckpointError."""
-        found = self._load(self._made[name], has_values=True)
-        return (found if isinstance(found, Tensor) else found.dequantize(torch.float32))[list(rows)]
+        found = self._load(self._made[name], Part(0, torch.tensor(list(rows))), has_values=True)
+        return found if isinstance(found, Tensor) else found.dequantize(torch.float32)
 
-    def _read(self, name: str) -> Tensor:
-        found = self._load(self._made[name])
+    def _read(self, name: str, part: Part | None = None) -> Tensor:
+        found = self._load(self._made[name], part)
         assert isinstance(found, Tensor)
         return found
 
-    def _load(self, made: GgufTensor, has_values: bool | None = None) -> Stored:
-        """Read a tensor in memory of its own, and undo what llama.cpp's converter did to it."""
-        read = self._load_source if (self._has_values if has_values is None else has_values) else self._shape_of_source
-        found: Stored = _transform(made.name, made.operations, [read(source) for source in made.sources])
+    def _load(self, made: GgufTensor, part: Part | None = None, has_values: bool | None = None) -> Stored:
+        """Read a tensor, or its part, in memory of its own, and undo what llama.cpp's converter did to it."""
+        has_values = self._has_values if has_values is None else has_values
+        if part is not None and has_values and (found := self._load_part(made, part)) is not None:
+            return found
+        read = self._load_source if has_values else self._shape_of_source
+        whole: Stored = _transform(made.name, made.operations, [read(source) for source in made.sources])
+        return whole if part is None else part.of(whole)
+
+    def _load_part(self, made: GgufTensor, part: Part) -> Stored | None:
+        """The part of a tensor from the part of its bytes; None: all of it must be read.
+
+        So it is where the converter did more than move rows, where a block has weights inside and outside of the part,
+        and where all scales of the part are zero, which is right or wrong by what else the tensor has.
+        """
+        info = self._infos[made.sources[0]]
+        own = _before(made.operations, part, info.shape)
+        kind, number = BLOCK_TYPES.get(info.kind), FLOAT_TYPES.get(info.kind)
+        of_bytes = None if own is None or len(made.sources) > 1 else _in_elements(own, info.shape, kind)
+        if own is None or of_bytes is None or (kind is None and number is None):
+            return None
+        size = number.itemsize if number is not None else 0 if kind is None else kind.num_bytes
+        stored = self._data[info.begin : info.begin + info.num_bytes].view(*info.shape[:-1], -1, size)
+        data = copy_mapped(stored, of_bytes)
+        if number is not None:
+            return data.view(number).view(own.shape(info.shape))
+        assert kind is not None
+        found = to_matrix(data, kind, own.shape(info.shape))
+        if vanishes(found.scale):
+            return None
+        check_values(f"{self._file}: {made.sources[0]}", found)
         return found
 
     def _shape_of_source(self, source: str) -> Stored:
@@ -110,6 +140,29 @@ class GgufReader(TensorReader):
         require(bool(found.isfinite().all()), f"{where} has scales that are NaN or infinite")
         require(not _is_lost(found, data, info), f"{where} has scales of zero for weights that are not zero")
         return found
+
+
+def _before(operations: Sequence[Any], part: Part, shape: tuple[int, ...]) -> Part | None:
+    """The part of what is stored that becomes a part of the tensor; None: operations do not only move rows."""
+    from transformers.integrations.gguf import gguf_conversion_mapping as known
+
+    is_of_rows = part.dim % len(shape) == 0
+    for operation in reversed(operations):
+        if not isinstance(operation, known.PermuteRows) or not is_of_rows:
+            return None
+        part = replace(part, index=_rows_of(operation, shape[0])[part.index])
+    return part
+
+
+def _in_elements(part: Part, shape: tuple[int, ...], kind: BlockType | None) -> Part | None:
+    """The part of a tensor whose last two dimensions are blocks and bytes; None: it would divide blocks."""
+    dim = part.dim % len(shape)
+    count = kind.num_weights if kind is not None and dim == len(shape) - 1 else 1
+    runs = part.runs()
+    if any(begin % count or size % count for begin, size in runs):
+        return None
+    places = part.index if count == 1 else torch.cat([torch.arange(b // count, (b + n) // count) for b, n in runs])
+    return replace(part, dim=dim, index=places)
 
 
 def _is_lost(found: Tensor, data: Tensor, info: TensorEntry) -> bool:

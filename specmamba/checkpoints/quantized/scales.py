@@ -138,11 +138,19 @@ def vanish_as_a_whole(matrix: QuantizedMatrix) -> bool:
     What a writer stores for a matrix of zeros differs by format: a code of zero, a zero point, the lowest code.
     2**-127 counts as zero: bytes of zero are that where scales are exponents.
     """
-    is_zero = (matrix.scale.abs() < torch.finfo(torch.float32).tiny).flatten(-2).all(-1)
-    if not bool(is_zero.any()):
+    if not vanishes(matrix.scale):
         return False
     values = _values_of(matrix).flatten(-2)
-    return bool((is_zero & (values.amin(-1) != values.amax(-1))).any())
+    return bool((_are_zero(matrix.scale) & (values.amin(-1) != values.amax(-1))).any())
+
+
+def vanishes(scale: Tensor) -> bool:
+    """Whether all scales [..., N, groups] of a matrix, or of one that is stacked, are zero."""
+    return bool(_are_zero(scale).any())
+
+
+def _are_zero(scale: Tensor) -> Tensor:
+    return (scale.abs() < torch.finfo(torch.float32).tiny).flatten(-2).all(-1)
 
 
 def _vanish_in_part(matrix: QuantizedMatrix) -> bool:

@@ -49,6 +49,16 @@ def read_storage(folder: Path) -> Storage:
     return Storage(_has_less_zeros(known, config), read_declared(folder / "config.json", known, config))
 
 
+def read_method(folder: Path) -> str | None:
+    """Read how the matrices of a checkpoint are quantized, in the config's word; None: they are not, as far as it says.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    method = _quantization_config(folder).get("quant_method")
+    return None if method is None else str(method)
+
+
 def _has_less_zeros(method: str, config: Mapping[str, Any]) -> bool:
     """Whether zero points are stored less one: in version 1 of GPTQ, and in auto-round's packing of that name."""
     if method != "auto-round":

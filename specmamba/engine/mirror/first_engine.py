@@ -92,8 +92,8 @@ class FirstEngine(Engine):
     def step(self) -> list[OutputDelta]:
         """As ``Engine.step``. Raises RankLostError where another rank is lost."""
         self._tells_grammars = any(request.follower is not None for request in self._requests.values())
-        # the others have no grammars, so their drafts would be of other kinds
-        self.runner.is_direct = self._tells_grammars
+        # the others have no grammars, and must exchange the same in the same order
+        self.runner.drafts_before = self._tells_grammars
         self._links.send({"do": "step", "has_grammars": self._tells_grammars})
         self._is_stepping = True
         try:

@@ -30,7 +30,7 @@ class OtherEngine(Engine):
     def _do(self, message: Mapping[str, Any]) -> None:
         match message["do"]:
             case "step":
-                self._is_told = self.runner.is_direct = message["has_grammars"]
+                self._is_told = self.runner.drafts_before = message["has_grammars"]
                 self.step()
             case "add":
                 SentRequest.of(message).add_to(self)

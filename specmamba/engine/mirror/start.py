@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("specmamba")
 
-INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"  # over which ranks that this package starts exchange tensors
+INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"  # over which ranks that this package starts exchange by gloo
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that it sets
 
 
@@ -134,7 +134,7 @@ def _process_ranks(rank: int, config: EngineConfig, device: torch.device, store_
         if torch.cuda.device_count() < config.tp_size:
             raise ConfigError(f"--tp-size {config.tp_size}: there are {torch.cuda.device_count()} GPUs, one for a rank")
         torch.cuda.set_device(rank)
-    if device.type == "cuda" or store_file is None or INTERFACE in os.environ:
+    if store_file is None or INTERFACE in os.environ:
         return ProcessRanks(rank, config.tp_size, device, store_file)
     os.environ[INTERFACE] = LOOPBACK  # read while the group is made; other groups of this process choose for themselves
     try:

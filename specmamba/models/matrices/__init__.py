@@ -1,0 +1,1 @@
+"""Matrices of layers that are read in more than one form."""
