@@ -159,7 +159,7 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _build_server_engine(config: ServerConfig) -> Engine:
-    if config.dp_size == 1:
+    if config.most_replicas == 1:
         return _build_engine(config)
     from specmamba.replicas.replicated_engine import ReplicatedEngine
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,23 @@ from specmamba.cache.tiers.prefix_hash import PrefixHasher
 # Tokens of a prompt whose computing takes about as long as a running request takes from the others: it shares their
 # steps. A guess; it matters between replicas that would compute about as much.
 RUNNING_COST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a replica has to do."""
+
+    num_requests: int = 0
+    num_uncached: int = 0  # tokens of their prompts that are yet to be computed
+
+    @property
+    def queued_tokens(self) -> int:
+        """The tokens, and what its requests take as tokens."""
+        return self.num_uncached + RUNNING_COST * self.num_requests
+
+    def and_one(self, num_uncached: int) -> Work:
+        """This, and one more request."""
+        return Work(self.num_requests + 1, self.num_uncached + num_uncached)
 
 
 class PublishedPrefixes:
@@ -70,16 +88,13 @@ class Texts:
         return found
 
 
-def choose(
-    num_prompt: int, resumable: Mapping[int, int], waiting: Mapping[int, int], running: Mapping[int, int]
-) -> int:
+def choose(num_prompt: int, resumable: Mapping[int, int], work: Mapping[int, Work]) -> int:
     """Choose a replica.
 
     Args:
         num_prompt: tokens of the prompt.
         resumable: tokens of it that each replica need not compute.
-        waiting: tokens of other prompts that each has yet to compute.
-        running: requests that each has.
+        work: what each has to do already.
 
     Returns:
         The replica with the fewest tokens to compute up to the end of this prompt, running requests counted as
@@ -88,6 +103,6 @@ def choose(
 
     def cost(index: int) -> tuple[int, int, int]:
         own = num_prompt - resumable[index]
-        return own + waiting[index] + RUNNING_COST * running[index], running[index], index
+        return own + work[index].queued_tokens, work[index].num_requests, index
 
     return min(resumable, key=cost)

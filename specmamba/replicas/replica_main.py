@@ -201,7 +201,7 @@ def main() -> int:
 def run_replica(given: Mapping[str, Any], link: Messages) -> int:
     """Load the model and serve it over a connection until that ends. Returns the exit status.
 
-    ``given``: index, flags, secret and log level, as ``replica_process.given_to``. For a process that does nothing
+    ``given``: index, flags, secret and log level, as ``replica_launch.given_to``. For a process that does nothing
     else: its log goes over the connection.
     """
     logger.addHandler(LinkHandler(link))

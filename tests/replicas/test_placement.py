@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
-from specmamba.replicas.placement import RUNNING_COST, PublishedPrefixes, Texts, choose
+from specmamba.replicas.placement import RUNNING_COST, PublishedPrefixes, Texts, Work, choose
 
 SECRET = b"k" * 32
 TEXT = list(range(100, 200))
@@ -72,4 +72,4 @@ def test_what_is_evicted_is_forgotten() -> None:
     ],
 )
 def test_the_choice(resumable: dict[int, int], waiting: dict[int, int], running: dict[int, int], chosen: int) -> None:
-    assert choose(1000, resumable, waiting, running) == chosen
+    assert choose(1000, resumable, {index: Work(running[index], waiting[index]) for index in resumable}) == chosen
