@@ -15,7 +15,8 @@ from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.scheduler import EngineStats
 from specmamba.errors import ConfigError, EngineStoppedError
 from specmamba.parallel.messages import encoded
-from specmamba.replicas.placement import PublishedPrefixes
+from specmamba.replicas.placement import Published
+from specmamba.replicas.published_entries import PublishedEntries, TierIdentity
 from specmamba.replicas.replica_fleet import ReplicaFleet
 from specmamba.replicas.replica_process import ReadyReplica, log
 from specmamba.replicas.wire import load_sample, load_stats
@@ -30,9 +31,13 @@ MAX_SILENCE_S = 20.0  # of a replica with requests, which gives a sign of life t
 class Replica:
     """One replica that is ready, as the server sees it."""
 
-    def __init__(self, ready: ReadyReplica) -> None:
+    def __init__(self, ready: ReadyReplica, folders: dict[TierIdentity, PublishedEntries]) -> None:
+        """``folders``: what all replicas have published of folders, by what those who share one have in common."""
         self.link, self.pid, self.constants = ready.link, ready.pid, ready.constants
-        self.prefixes = PublishedPrefixes()
+        identity = TierIdentity.of(ready.constants["tiers"])
+        has_folder = identity is not None and ready.constants["tiers"]["has_folder"]
+        folder = folders.setdefault(identity, PublishedEntries(identity)) if identity and has_folder else None
+        self.published = Published(identity, folder)
         self.stats: EngineStats | None = None  # the newest
         self.sample: EngineSample | None = None  # likewise, until it is read
         self.asked_sample: int | None = None  # number of the question that is not answered yet
@@ -69,6 +74,7 @@ class ReplicaLinks:
         self._on_message, self._on_loss, self._on_return = on_message, on_loss, on_return
         self._fleet = fleet
         self.ready: dict[int, Replica] = {}
+        self._folders: dict[TierIdentity, PublishedEntries] = {}
         self._numbers = itertools.count(1)
         first = fleet.indices[:num_first]
         try:
@@ -86,7 +92,7 @@ class ReplicaLinks:
             arrival = self._fleet.arrivals.get()
             if isinstance(arrival, str):
                 raise ConfigError(f"--dp-size {size}: {arrival}")
-            self.ready[arrival.index] = Replica(arrival)
+            self.ready[arrival.index] = Replica(arrival, self._folders)
         num_ready = len(self.ready)
         while any(replica.stats is None for replica in self.ready.values()):
             self.receive(WAIT_S)
@@ -117,7 +123,7 @@ class ReplicaLinks:
         if not self._fleet.has(arrival):  # it was taken out of service meanwhile
             arrival.link.close()
             return
-        self.ready[arrival.index] = Replica(arrival)
+        self.ready[arrival.index] = Replica(arrival, self._folders)
         logger.warning("replica %d is ready", arrival.index)
         self._on_return(arrival.index)
 
@@ -156,7 +162,7 @@ class ReplicaLinks:
     def _take(self, index: int, replica: Replica, message: Mapping[str, Any]) -> None:
         if "stats" in message:
             replica.stats = load_stats(message["stats"])
-            replica.prefixes.update(map(tuple, message["left"]), map(tuple, message["gone"]))
+            replica.published.update(message)
         elif "log" in message:
             log(index, message)
         elif "answer" in message and message["answer"] == replica.asked_sample:

@@ -23,7 +23,7 @@ from specmamba.grammar import CompiledGrammar
 from specmamba.replicas.course import Course, work_of
 from specmamba.replicas.fleet_control import FleetControl
 from specmamba.replicas.merged_figures import merged, merged_report, merged_sample
-from specmamba.replicas.placement import Texts, Work, choose
+from specmamba.replicas.placement import Texts, Work, choose, own_cost
 from specmamba.replicas.replica_fleet import ReplicaFleet
 from specmamba.replicas.replica_launch import ChildReplica, Launch, ReplicaTask
 from specmamba.replicas.replica_links import WAIT_S, ReplicaLinks
@@ -170,15 +170,17 @@ class ReplicatedEngine(Engine):
     def _place(self, course: Course, work: Mapping[int, Work]) -> None:
         """Give a request to one of these replicas, unless that is lost just now."""
         request = course.request
-        published = {index: self._links.ready[index].prefixes for index in work}
+        published = {index: self._links.ready[index].published for index in work}
         prompt = request.prompt_token_ids
-        resumable = self._texts.resumable(prompt, request.owner.tenant, request.extra_key, published)
+        found = self._texts.found(prompt, request.owner.tenant, request.extra_key, published)
         if self.config.dp_placement == "round_robin":
             index = sorted(published)[next(self._turns) % len(published)]
         else:
-            index = choose(len(prompt), resumable, work)
+            index = choose({i: own_cost(len(prompt), each) for i, each in found.items()}, work)
+        if found[index].keys:  # another replica may have written them, and this one not have looked since
+            self._links.tell(index, {"do": "learn", "keys": [key.hex() for key in found[index].keys]})
         if self._links.tell_line(index, course.next_line()):
-            course.placed(index, resumable[index])
+            course.placed(index, found[index].in_tiers)
 
     def _move_all(self, index: int, is_lost: bool) -> None:
         """Let requests of a replica that is gone wait for another one."""

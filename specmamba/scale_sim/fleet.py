@@ -71,8 +71,7 @@ class Fleet:
             return self._num_placed % len(self.replicas)
         numbered = dict(enumerate(self.replicas))
         return choose(
-            len(request.prompt),
-            {index: replica.resumable(request) for index, replica in numbered.items()},
+            {index: len(request.prompt) - replica.resumable(request) for index, replica in numbered.items()},
             {index: Work(replica.num_requests, replica.num_uncomputed) for index, replica in numbered.items()},
         )
 
