@@ -18,6 +18,7 @@ logger = logging.getLogger("specmamba")
 
 END_TIMEOUT_S = 10.0
 RETIRE_TIMEOUT_S = 60.0  # of one that ends while the server goes on: it may have prefixes to write
+END_LOOK_S = 0.5  # between two looks whether the server ends, while another process is waited for
 MAX_FAILED_STARTS = 3  # in a row; then it stays away
 SHORT_LIFE_S = 60.0  # who ends sooner is started later
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -106,16 +107,17 @@ class ReplicaProcess:
                 self._process.kill()
         self._thread.join(END_TIMEOUT_S)
 
-    def join(self) -> None:
-        """Wait until it has ended."""
-        self._thread.join()
+    def has_ended_in(self, timeout_s: float) -> bool:
+        """Wait for its end; returns whether it came within the time."""
+        self._thread.join(timeout_s)
+        return self.has_ended
 
     def _run(self) -> None:
         num_failed, pause, index = 0, FIRST_PAUSE_S, self._task.index
         has_run = False
-        if self._after is not None:
-            self._after.join()
-            self._after = None
+        while self._after is not None and not self._closing.is_set():
+            if self._after.has_ended_in(END_LOOK_S):
+                self._after = None
         while not self._closing.is_set():
             began, failure = time.monotonic(), None
             try:
