@@ -36,6 +36,7 @@ commands:
   chat        a conversation in the terminal, with a model in this process or a running server
   info        what a model is, what it takes, and what can be done with it
   quantize    round a checkpoint's matrices to 4 or 8 bits
+  deploy      replicas on a Ray cluster, as a file declares them
   cache       prefixes on disk: list them, remove some, verify them
   doctor      whether this installation works: packages, device, kernels, and a self-test
   bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
@@ -60,6 +61,7 @@ examples:
   specmamba chat --url http://127.0.0.1:30000
   specmamba info --model ./my-model --quantization int8
   specmamba quantize --model ./my-model --format int4 --out ./my-model-int4
+  specmamba deploy ./deployment.yaml --check
   specmamba cache ls ./prefixes
   specmamba doctor
   specmamba bench acceptance --speculative-num-steps 3
@@ -159,7 +161,7 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _build_server_engine(config: ServerConfig) -> Engine:
-    if config.dp_size == 1:
+    if config.most_replicas == 1:
         return _build_engine(config)
     from specmamba.replicas.replicated_engine import ReplicatedEngine
 
@@ -214,6 +216,12 @@ def _info(arguments: list[str]) -> int:
 
 def _quantize(arguments: list[str]) -> int:
     from specmamba.quantize import main as run
+
+    return run(arguments)
+
+
+def _deploy(arguments: list[str]) -> int:
+    from specmamba.cluster.deploy_command import main as run
 
     return run(arguments)
 
@@ -394,6 +402,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": _chat,
     "info": _info,
     "quantize": _quantize,
+    "deploy": _deploy,
     "cache": _cache,
     "doctor": _doctor,
     **{command: partial(_run_subcommand, command) for command in SUBCOMMANDS},

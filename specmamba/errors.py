@@ -99,6 +99,10 @@ class RankLostError(SpecmambaError):
     """A process that has a part of the model has ended, or has stopped: nothing can be computed without it."""
 
 
+class ReplicaStateError(SpecmambaError):
+    """A replica that cannot be taken out of service, or that there is not."""
+
+
 class ReplicaLostError(SpecmambaError):
     """No replica of the model is left, and none can be started."""
 

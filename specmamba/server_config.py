@@ -108,6 +108,22 @@ class ServerConfig(EngineConfig):
     dp_size: Annotated[
         int, Field(ge=1, le=64, description="copies of the model behind this port, each in a process of its own")
     ] = 1
+    dp_min_size: Annotated[
+        int | None, Field(ge=1, le=64, description="copies at the least, with --dp-max-size; none: 1")
+    ] = None
+    dp_max_size: Annotated[
+        int | None,
+        Field(ge=1, le=64, description="copies at the most: their number follows the load; none: it is --dp-size"),
+    ] = None
+    dp_target_tokens: Annotated[
+        int, Field(ge=1, description="queued tokens of each copy above which, with --dp-max-size, more are started")
+    ] = 4096
+    dp_grow_delay: Annotated[
+        Seconds, Field(description="seconds for which there must be more before copies are started")
+    ] = 5.0
+    dp_shrink_delay: Annotated[
+        Seconds, Field(description="seconds for which there must be clearly less before a copy is ended")
+    ] = 60.0
     dp_placement: Annotated[
         Placement,
         Field(description="which copy gets a request: the one with the least to compute for it, or each in turn"),
@@ -247,10 +263,21 @@ class ServerConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
-    def _sides_fit(self) -> ServerConfig:
-        if (problem := _disaggregation_problem(self)) is not None:
-            raise ValueError(problem)
+    def _sizes_fit(self) -> ServerConfig:
+        for problem in (_disaggregation_problem(self), _scaling_problem(self)):
+            if problem is not None:
+                raise ValueError(problem)
         return self
+
+    @property
+    def first_replicas(self) -> int:
+        """Copies of the model at the start."""
+        return max(self.dp_size, self.dp_min_size or 1)
+
+    @property
+    def most_replicas(self) -> int:
+        """Copies of the model at the most; 1: it runs in this process."""
+        return self.dp_max_size or self.dp_size
 
     @property
     def exposed_key_files(self) -> list[Path]:
@@ -276,13 +303,28 @@ def _disaggregation_problem(config: ServerConfig) -> str | None:
         return f"{', '.join(given)}: this needs --disaggregation-mode prefill or decode" if given else None
     if config.disaggregation_key is None:
         return f"{mode}: both servers need one key, by --disaggregation-key-file"
-    for name in ("tp_size", "dp_size"):
-        if (size := getattr(config, name)) > 1:
+    for name in ("tp_size", "dp_size", "dp_max_size"):
+        if (size := getattr(config, name) or 1) > 1:
             return f"{mode}: prompts are handed over by one process: drop it, or {_flag(name)} {size}"
     if config.disable_radix_cache:
         return f"{mode}: this needs the prefix cache: drop it, or --disable-radix-cache"
     if config.disaggregation_mode == "prefill" and config.disaggregation_prefill_hosts:
         return f"--disaggregation-prefill-hosts: this is for decode servers: drop it, or {mode}"
+    return None
+
+
+def _scaling_problem(config: ServerConfig) -> str | None:
+    """Return what is wrong with the flags of the number of copies, or None."""
+    fields, least, most = type(config).model_fields, config.dp_min_size or 1, config.dp_max_size
+    if most is None:
+        names = ("dp_min_size", "dp_target_tokens", "dp_grow_delay", "dp_shrink_delay")
+        given = [_flag(name) for name in names if getattr(config, name) != fields[name].default]
+        return f"{', '.join(given)}: this needs --dp-max-size" if given else None
+    if least > most:
+        return f"--dp-min-size {least}: this is more than --dp-max-size {most}"
+    size = config.dp_size
+    if size > most or ("dp_size" in config.model_fields_set and size < least):
+        return f"--dp-size {size}: the start is from --dp-min-size to --dp-max-size, which are {least} and {most}"
     return None
 
 

@@ -20,6 +20,7 @@ from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.engine import Engine
+from specmamba.engine.replica_control import ReplicaControl, ReplicaStats
 from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
@@ -123,6 +124,7 @@ class FakeStats:
     host: TierStats | None = None  # None: no prefixes in host memory,
     disk: TierStats | None = None  # or on disk
     handoffs: HandoffStats | None = None
+    replicas: ReplicaStats | None = None
 
 
 @dataclass
@@ -149,6 +151,7 @@ class FakeEngine:
     eos_token_ids = (0,)
     device = torch.device("cpu")
     draft_plan = DraftPlan("mtp", num_steps=1, topk=1, max_nodes=2, num_lookahead_slots=2)
+    replicas: ReplicaControl | None = None
     renders_in_process = True  # its chat template needs no limits, and a process of its own takes time
 
     def __init__(
@@ -224,6 +227,9 @@ class FakeEngine:
         self.seen_prompts.append(tuple(prompt_token_ids))
         self.running[request_id] = _Running(list(prompt_token_ids), params)
         self.num_added += 1
+
+    def idle(self) -> float | None:
+        return None
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Nothing is lost."""

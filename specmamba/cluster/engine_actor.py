@@ -18,7 +18,7 @@ class EngineActor:
         """Connect to the server and be a replica until it ends. Returns the exit status.
 
         Args:
-            given: as ``replica_process.given_to``; ``facts``: those of the server (``start.facts_of``), which must be
+            given: as ``replica_launch.given_to``; ``facts``: those of the server (``start.facts_of``), which must be
                 those of this machine, and ``cpus`` on a CPU, for which it has its share of the machine's memory.
             address: where the server listens for this replica.
             key: that both prove to each other.

@@ -65,7 +65,11 @@ def _asgi_app() -> FastAPI:
 
 def bound_application(args: Mapping[str, Any]) -> serve.Application:
     """The application of these arguments. Raises ConfigError: as ``config_of_args``."""
-    config = config_of_args(args)
+    return application_of(config_of_args(args))
+
+
+def application_of(config: ClusterConfig) -> serve.Application:
+    """The application of a configuration."""
     deployment = serve.deployment(
         serve.ingress(_asgi_app)(Ingress),
         name=NAME,

@@ -12,7 +12,7 @@ from specmamba.cluster.engine_actor import EngineActor
 from specmamba.cluster.remote_replica import RemoteReplica
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.replicas.replica_process import ReplicaTask
+from specmamba.replicas.replica_launch import ReplicaTask
 from specmamba.server_config import ServerConfig
 
 _ANSWER_S = 1.0  # for what an actor that has ended says
@@ -55,7 +55,7 @@ class RayReplica(RemoteReplica):
 
 
 def cluster_tasks(config: ServerConfig, secret: bytes) -> list[ReplicaTask]:
-    """What each replica is started with: on GPUs where the cluster has any, unless ``--device`` says otherwise.
+    """What each replica that there can be is started with: on GPUs where there are any, unless ``--device`` is given.
 
     Raises:
         ConfigError: ``--device cuda`` where the cluster has no GPUs.
@@ -64,7 +64,7 @@ def cluster_tasks(config: ServerConfig, secret: bytes) -> list[ReplicaTask]:
     flags = json.loads(config.model_dump_json(include=set(EngineConfig.model_fields), exclude_unset=True))
     return [
         ReplicaTask(index, flags | {"device": device, "seed": (config.seed + index) % 2**63}, {}, secret)
-        for index in range(config.dp_size)
+        for index in range(config.most_replicas)
     ]
 
 

@@ -13,7 +13,7 @@ from specmamba.cluster.signed_messages import accept
 from specmamba.config import EngineConfig
 from specmamba.engine.mirror.start import facts_of
 from specmamba.parallel.messages import Messages
-from specmamba.replicas.replica_process import ReplicaTask, given_to
+from specmamba.replicas.replica_launch import ReplicaTask, given_to
 
 logger = logging.getLogger("specmamba")
 
@@ -22,7 +22,7 @@ WARN_S = 30.0  # between two warnings that it waits for room
 
 
 class RemoteReplica(ABC):
-    """A replica that was started: ``replica_process.Launched``. It connects to a port that is open for it alone."""
+    """A replica that was started: ``replica_launch.Launched``. It connects to a port that is open for it alone."""
 
     def __init__(self, task: ReplicaTask, host: str, needs: str) -> None:
         """Listen for it.

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from specmamba.parallel.messages import Messages
-from specmamba.replicas.replica_process import send_timeout
+from specmamba.replicas.replica_launch import send_timeout
 from specmamba.transfer.peer_link import LinkError, PeerLink
 
 HANDSHAKE_TIMEOUT_S = 5.0

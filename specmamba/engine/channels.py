@@ -174,11 +174,14 @@ class CommandQueue:
         future.add_done_callback(self._unanswered.discard)
         return future
 
-    def run(self, engine: Engine, wait: bool) -> None:
-        """Run all queued functions; with ``wait``, at least one. Raises exceptions that must end the engine."""
+    def run(self, engine: Engine, wait: bool, timeout_s: float | None = None) -> None:
+        """Run all queued functions; with ``wait``, at least one, or none that comes within the time.
+
+        Raises exceptions that must end the engine.
+        """
         with suppress(Empty):
             while True:
-                command = self._queue.get(block=wait)
+                command = self._queue.get(wait, timeout_s if wait else None)
                 wait = False
                 if command.future.set_running_or_notify_cancel():
                     _run(command, engine)

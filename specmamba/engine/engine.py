@@ -44,6 +44,7 @@ from specmamba.engine.loading import (
     set_threads,
 )
 from specmamba.engine.model_report import describe_engine
+from specmamba.engine.replica_control import ReplicaControl
 from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
@@ -78,6 +79,7 @@ class Engine:
     """
 
     given_budget: ClassVar[int | None] = None  # bytes for weights and pools; None: a share of the memory that is free
+    replicas: ReplicaControl | None = None  # of an engine whose requests run in other processes
 
     def __init__(self, config: EngineConfig, ranks: Ranks = ONE_RANK) -> None:
         """Load the model; ``ranks``: that share it, each with an engine that gets the same calls."""
@@ -627,6 +629,14 @@ class Engine:
             self.device,
             () if graph_runner is None else graph_runner.buckets,
         )
+
+    def idle(self) -> float | None:
+        """Do what is due where no request runs.
+
+        Returns:
+            Seconds after which this is to be called again, if no request comes; None: there is nothing to do.
+        """
+        return None
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Call a function when a process is lost without which nothing can be computed; this engine needs none."""

@@ -27,6 +27,7 @@ from specmamba.engine.fair_queue import (
     surplus,
     yielding,
 )
+from specmamba.engine.replica_control import ReplicaStats
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 from specmamba.transfer.handoff_stats import HandoffStats
@@ -82,6 +83,7 @@ class EngineStats:
     disk: TierStats | None = None  # or on disk
     draft_texts: DraftTextStats | None = None  # None: drafts are not copied from suffix automata
     handoffs: HandoffStats | None = None  # None: prefill and decode are not apart
+    replicas: ReplicaStats | None = None  # None: requests run in this process
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,8 @@ class EngineThread:
 
     def _step_until_drained(self, engine: Engine) -> None:
         while self._failed is None:
-            self._commands.run(engine, wait=not self._open and not self._draining)
+            is_idle = not self._open and not self._draining
+            self._commands.run(engine, is_idle, engine.idle() if is_idle else None)
             if self._draining and (not self._open or time.monotonic() >= self._deadline):
                 return
             self._fill(engine)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from specmamba.core import FinishReason, OutputDelta
 from specmamba.engine.channels import SentRequest
+from specmamba.replicas.placement import Work
 
 MAX_MOVES = 2  # a request that ends one replica after the other must not end all of them
 
@@ -18,20 +20,28 @@ class Course:
     line: bytes | None = None  # of the whole request, until it is sent
     replica: int | None = None  # None: none takes it yet
     num_moves: int = 0
-    num_uncached: int = 0  # tokens of the prompt that its replica has yet to compute
+    num_uncached: int = field(init=False)  # tokens of the prompt that a replica has yet to compute
     tokens: list[int] = field(default_factory=list)  # that the client has got
     num_characters: int = 0  # likewise
     latest: OutputDelta | None = None
     _skipped_tokens: int = 0  # of the next deltas: the client has them
     _skipped_characters: int = 0
 
+    def __post_init__(self) -> None:
+        self.num_uncached = len(self.request.prompt_token_ids)
+
     def placed(self, replica: int, num_resumable: int) -> None:
         """Note where it is."""
         self.replica, self.num_uncached = replica, len(self.request.prompt_token_ids) - num_resumable
 
-    def moved(self) -> bool:
-        """Note that its replica is lost. Returns False: it has moved too often, and ends."""
-        self.replica, self.num_moves = None, self.num_moves + 1
+    def moved(self, is_lost: bool = True) -> bool:
+        """Note that its replica is gone; one that ``is_lost`` may have been ended by it.
+
+        Returns:
+            Whether it goes on elsewhere; False: replicas were lost with it too often, and it ends.
+        """
+        self.replica, self.num_moves = None, self.num_moves + is_lost
+        self.num_uncached = len(self.request.prompt_token_ids) + len(self.tokens)
         self._skipped_tokens, self._skipped_characters = len(self.tokens), self.num_characters
         return self.num_moves <= MAX_MOVES
 
@@ -81,3 +91,11 @@ class Course:
         )
         ended = replace(ended, finish_reason=reason, error=message, error_code=code)
         return ended if latest is None else replace(ended, spec=latest.spec, rule=latest.rule)
+
+
+def work_of(courses: Iterable[Course], replicas: Iterable[int]) -> Mapping[int | None, Work]:
+    """What each replica has to do, for all ``replicas``, and under None what waits for one."""
+    found: dict[int | None, Work] = dict.fromkeys([*replicas, None], Work())
+    for course in courses:
+        found[course.replica] = found.get(course.replica, Work()).and_one(course.num_uncached)
+    return found

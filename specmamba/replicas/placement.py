@@ -1,21 +1,46 @@
 """Which replica gets a request: the one that has the least to compute before it can answer.
 
 A hybrid model goes on from where a recurrent state was left, not from any cached token. So replicas publish the hashes
-of exactly those beginnings of texts whose state they hold, and a prompt is compared with them.
+of exactly those beginnings of texts whose state they hold, and a prompt is compared with them. What their tiers hold,
+in host memory or in a folder that several may share, counts nearly as much.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from specmamba.cache.tiers.entry_index import Stored
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
+from specmamba.replicas.published_entries import Found, PublishedEntries, TierIdentity
 
 # Tokens of a prompt whose computing takes about as long as a running request takes from the others: it shares their
 # steps. A guess; it matters between replicas that would compute about as much.
 RUNNING_COST = 32
+# Tokens whose computing takes about as long as one token takes from a tier. A guess too: it lets a replica that has a
+# prefix in its pools go before one that has to load it, and one that loads go before one that computes.
+LOADING_COST = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a replica has to do."""
+
+    num_requests: int = 0
+    num_uncached: int = 0  # tokens of their prompts that are yet to be computed
+
+    @property
+    def queued_tokens(self) -> int:
+        """The tokens, and what its requests take as tokens."""
+        return self.num_uncached + RUNNING_COST * self.num_requests
+
+    def and_one(self, num_uncached: int) -> Work:
+        """This, and one more request."""
+        return Work(self.num_requests + 1, self.num_uncached + num_uncached)
 
 
 class PublishedPrefixes:
@@ -43,6 +68,28 @@ class PublishedPrefixes:
         return digest in self._digests.get(length, ())
 
 
+class Published:
+    """What one replica can go on from: its pools, and its tiers."""
+
+    def __init__(self, identity: TierIdentity | None, folder: PublishedEntries | None) -> None:
+        """Know nothing yet.
+
+        Args:
+            identity: of its tiers; None: it has none.
+            folder: what the replicas of its folder have published, where it has one.
+        """
+        self.prefixes = PublishedPrefixes()
+        self.host = None if identity is None else PublishedEntries(identity)
+        self.folder = folder
+
+    def update(self, message: Mapping[str, Any]) -> None:
+        """Take in what it says has come and gone."""
+        self.prefixes.update(map(tuple, message["left"]), map(tuple, message["gone"]))
+        for name, entries in (("host", self.host), ("disk", self.folder)):
+            if entries is not None:
+                entries.update(message.get(name, ()))
+
+
 class Texts:
     """Finds what replicas have of prompts."""
 
@@ -50,44 +97,56 @@ class Texts:
         """``secret``: the key of all hashes, which the replicas have too."""
         self._secret = secret
 
-    def resumable(
-        self,
-        prompt: Sequence[int],
-        tenant: str | None,
-        extra_key: str | None,
-        published: Mapping[int, PublishedPrefixes],
-    ) -> dict[int, int]:
-        """Tokens of a prompt that each replica need not compute; ``published`` by replica."""
-        longest = len(prompt) - 1  # the last token is always run
-        lengths = sorted({n for prefixes in published.values() for n in prefixes.lengths if n <= longest})
+    def found(
+        self, prompt: Sequence[int], tenant: str | None, extra_key: str | None, published: Mapping[int, Published]
+    ) -> dict[int, Found]:
+        """What each replica has of a prompt; ``published`` by replica."""
+        tokens = np.array(prompt[:-1], dtype=np.int64)  # the last token is always run
+        in_pools = self._in_pools(PrefixHasher(self._secret, tenant, extra_key, tokens), published)
+        chains: dict[PublishedEntries, list[Stored]] = {}
+        hashers: dict[TierIdentity, PrefixHasher] = {}
+        found = {index: Found(number, number) for index, number in in_pools.items()}
+        for index, each in published.items():
+            for entries in (each.host, each.folder):
+                if entries is None or not len(entries):
+                    continue
+                if entries not in chains:
+                    identity = entries.identity
+                    if identity not in hashers:
+                        hashers[identity] = PrefixHasher(identity.secret, tenant, extra_key, tokens)
+                    chains[entries] = entries.find(hashers[identity])
+                found[index] = found[index].or_chain(chains[entries], entries is each.folder)
+        return found
+
+    @staticmethod
+    def _in_pools(text: PrefixHasher, published: Mapping[int, Published]) -> dict[int, int]:
+        prefixes = {index: each.prefixes for index, each in published.items()}
+        lengths = sorted({n for each in prefixes.values() for n in each.lengths if n <= text.num_tokens})
         found = dict.fromkeys(published, 0)
-        if not lengths:
-            return found
-        hasher = PrefixHasher(self._secret, tenant, extra_key, np.array(prompt[: lengths[-1]], dtype=np.int64))
         for length in lengths:
-            digest = hasher.digest(length).hex()
-            found |= {index: length for index, prefixes in published.items() if prefixes.has(length, digest)}
+            digest = text.digest(length).hex()
+            found |= {index: length for index, each in prefixes.items() if each.has(length, digest)}
         return found
 
 
-def choose(
-    num_prompt: int, resumable: Mapping[int, int], waiting: Mapping[int, int], running: Mapping[int, int]
-) -> int:
+def own_cost(num_prompt: int, found: Found) -> float:
+    """What a prompt takes at a replica, in tokens that are computed."""
+    return num_prompt - found.in_tiers + LOADING_COST * (found.in_tiers - found.in_pools)
+
+
+def choose(costs: Mapping[int, float], work: Mapping[int, Work]) -> int:
     """Choose a replica.
 
     Args:
-        num_prompt: tokens of the prompt.
-        resumable: tokens of it that each replica need not compute.
-        waiting: tokens of other prompts that each has yet to compute.
-        running: requests that each has.
+        costs: what a prompt takes at each, in tokens that are computed (``own_cost``).
+        work: what each has to do already.
 
     Returns:
         The replica with the fewest tokens to compute up to the end of this prompt, running requests counted as
         ``RUNNING_COST``; of equal ones that with the fewest requests, then the first.
     """
 
-    def cost(index: int) -> tuple[int, int, int]:
-        own = num_prompt - resumable[index]
-        return own + waiting[index] + RUNNING_COST * running[index], running[index], index
+    def cost(index: int) -> tuple[float, int, int]:
+        return costs[index] + work[index].queued_tokens, work[index].num_requests, index
 
-    return min(resumable, key=cost)
+    return min(costs, key=cost)

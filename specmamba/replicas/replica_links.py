@@ -1,4 +1,4 @@
-"""The server's connections with its replicas: they are started, told, heard, and given up when they are lost."""
+"""The server's connections with its replicas: they are told, heard, and given up when they are lost."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ import select
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.scheduler import EngineStats
-from specmamba.errors import ConfigError, EngineStoppedError, ReplicaLostError
+from specmamba.errors import ConfigError, EngineStoppedError
 from specmamba.parallel.messages import encoded
-from specmamba.replicas.placement import PublishedPrefixes
-from specmamba.replicas.replica_process import (
-    ChildReplica,
-    Launch,
-    ReadyReplica,
-    ReplicaProcess,
-    ReplicaTask,
-    log,
-)
+from specmamba.replicas.placement import Published
+from specmamba.replicas.published_entries import PublishedEntries, TierIdentity
+from specmamba.replicas.replica_fleet import ReplicaFleet
+from specmamba.replicas.replica_process import ReadyReplica, log
 from specmamba.replicas.wire import load_sample, load_stats
 
 logger = logging.getLogger("specmamba")
@@ -36,100 +31,101 @@ MAX_SILENCE_S = 20.0  # of a replica with requests, which gives a sign of life t
 class Replica:
     """One replica that is ready, as the server sees it."""
 
-    def __init__(self, ready: ReadyReplica) -> None:
+    def __init__(self, ready: ReadyReplica, folders: dict[TierIdentity, PublishedEntries]) -> None:
+        """``folders``: what all replicas have published of folders, by what those who share one have in common."""
         self.link, self.pid, self.constants = ready.link, ready.pid, ready.constants
-        self.prefixes = PublishedPrefixes()
+        identity = TierIdentity.of(ready.constants["tiers"])
+        has_folder = identity is not None and ready.constants["tiers"]["has_folder"]
+        folder = folders.setdefault(identity, PublishedEntries(identity)) if identity and has_folder else None
+        self.published = Published(identity, folder)
         self.stats: EngineStats | None = None  # the newest
         self.sample: EngineSample | None = None  # likewise, until it is read
         self.asked_sample: int | None = None  # number of the question that is not answered yet
         self.answers: dict[int, Any] = {}  # by number of the question
         self.heard = time.monotonic()
+        self.leaves_at: float | None = None  # of one that is drained: when its requests go on elsewhere
 
 
 class ReplicaLinks:
-    """The replicas, by index. Used by one thread; processes are started again on others."""
+    """The replicas that are ready, by index. Used by one thread."""
 
     def __init__(
         self,
-        tasks: Sequence[ReplicaTask],
+        fleet: ReplicaFleet,
+        num_first: int,
         on_message: Callable[[Mapping[str, Any]], None],
-        on_loss: Callable[[int], None],
+        on_loss: Callable[[int, bool], None],
         on_return: Callable[[int], None],
-        launch: Launch = ChildReplica,
     ) -> None:
-        """Start all replicas, and wait until they are ready.
+        """Start the first replicas, and wait until they are ready.
 
-        The first one is started alone: it reports, and the others find the times of steps that it has measured.
+        The very first one is started alone: it reports, and the others find the times of steps that it has measured.
 
         Args:
-            tasks: one for each.
+            fleet: their processes.
+            num_first: how many are started now.
             on_message: called with what is said about requests: deltas and refusals.
-            on_loss: called with the index of a replica that is lost.
-            on_return: called with the index of one that is ready again.
-            launch: starts one, as a process or elsewhere.
+            on_loss: called with the index of a replica that is gone, and whether it was lost, not taken out of service.
+            on_return: called with the index of one that has become ready after the first.
 
         Raises:
             ConfigError: one cannot start; then none is left.
         """
         self._on_message, self._on_loss, self._on_return = on_message, on_loss, on_return
-        self._launch = launch
+        self._fleet = fleet
         self.ready: dict[int, Replica] = {}
-        self._arrivals: SimpleQueue[ReadyReplica | str] = SimpleQueue()
-        self._processes: list[ReplicaProcess] = []
+        self._folders: dict[TierIdentity, PublishedEntries] = {}
         self._numbers = itertools.count(1)
-        self._gone: dict[int, str] = {}  # replicas that cannot be started any more, and why
-        self._on_end: Callable[[Exception], None] | None = None
+        first = fleet.indices[:num_first]
         try:
-            for group in (tasks[:1], tasks[1:]):
-                self._start(group, len(tasks))
+            for group in (first[:1], first[1:]):
+                self._start(group, num_first)
         except BaseException:
-            for process in self._processes:
-                process.abandon()
+            fleet.abandon()
             self._close_links()
             raise
 
-    def _start(self, group: Sequence[ReplicaTask], size: int) -> None:
-        self._processes += [ReplicaProcess(task, self._arrivals.put, self._tell_gone, self._launch) for task in group]
+    def _start(self, group: Sequence[int], size: int) -> None:
+        for index in group:
+            self._fleet.start(index)
         for _ in group:
-            arrival = self._arrivals.get()
+            arrival = self._fleet.arrivals.get()
             if isinstance(arrival, str):
                 raise ConfigError(f"--dp-size {size}: {arrival}")
-            self.ready[arrival.index] = Replica(arrival)
+            self.ready[arrival.index] = Replica(arrival, self._folders)
         num_ready = len(self.ready)
         while any(replica.stats is None for replica in self.ready.values()):
             self.receive(WAIT_S)
             if len(self.ready) < num_ready:
                 raise ConfigError(f"--dp-size {size}: a replica has ended as soon as it was ready")
 
-    def _tell_gone(self, index: int, reason: str) -> None:
-        """Note, on the thread of a replica, that it does not come back."""
-        text = f"replica {index} cannot be started: {reason}"
-        logger.error("%s", text)
-        self._gone[index] = text
-        self._arrivals.put(text)
-        if self._on_end is not None and len(self._gone) == len(self._processes):
-            self._on_end(ReplicaLostError(text))
-
-    def when_none_is_left(self, callback: Callable[[Exception], None]) -> None:
-        """Call a function, from another thread, when no replica is left and none can be started."""
-        self._on_end = callback
+    @property
+    def serving(self) -> Mapping[int, Replica]:
+        """Those that get requests: ready, and not drained."""
+        return {index: replica for index, replica in self.ready.items() if replica.leaves_at is None}
 
     def take_arrivals(self) -> None:
-        """Take in replicas that are ready again.
+        """Take in replicas that have become ready.
 
         Raises:
             ReplicaLostError: none is left, and none comes back.
         """
         with suppress(Empty):
             while True:
-                arrival = self._arrivals.get_nowait()
+                arrival = self._fleet.arrivals.get_nowait()
                 if isinstance(arrival, ReadyReplica):
-                    self.lose(arrival.index)  # the one that it follows
-                    self.ready[arrival.index] = Replica(arrival)
-                    logger.warning("replica %d is ready again", arrival.index)
-                    self._on_return(arrival.index)
-        if not self.ready and len(self._gone) == len(self._processes):
-            raise ReplicaLostError(next(iter(self._gone.values())))
+                    self._take_in(arrival)
+        if not self.ready and (loss := self._fleet.loss) is not None:
+            raise loss
+
+    def _take_in(self, arrival: ReadyReplica) -> None:
+        self.lose(arrival.index)  # the one that it follows
+        if not self._fleet.has(arrival):  # it was taken out of service meanwhile
+            arrival.link.close()
+            return
+        self.ready[arrival.index] = Replica(arrival, self._folders)
+        logger.warning("replica %d is ready", arrival.index)
+        self._on_return(arrival.index)
 
     def tell(self, index: int, message: Mapping[str, Any]) -> bool:
         """Send a message to a replica; False: it is lost."""
@@ -166,7 +162,7 @@ class ReplicaLinks:
     def _take(self, index: int, replica: Replica, message: Mapping[str, Any]) -> None:
         if "stats" in message:
             replica.stats = load_stats(message["stats"])
-            replica.prefixes.update(map(tuple, message["left"]), map(tuple, message["gone"]))
+            replica.published.update(message)
         elif "log" in message:
             log(index, message)
         elif "answer" in message and message["answer"] == replica.asked_sample:
@@ -177,14 +173,26 @@ class ReplicaLinks:
             self._on_message(message)
 
     def lose(self, index: int) -> None:
-        """Forget a replica, which is killed, and started again by its thread."""
+        """Forget a replica, which is killed, and started again by its thread unless it was to leave."""
         replica = self.ready.pop(index, None)
         if replica is None:
             return
         replica.link.close()
-        self._processes[index].kill(replica.pid)
+        if replica.leaves_at is not None:
+            self._fleet.retire(index, at_once=False)
+        self._fleet.kill(index, replica.pid)
         logger.error("replica %d (process %d) is lost", index, replica.pid)
-        self._on_loss(index)
+        self._on_loss(index, True)
+
+    def retire(self, index: int) -> None:
+        """Let a replica end, which is ready, starts or has failed; its requests are to go on elsewhere."""
+        replica = self.ready.pop(index, None)
+        if replica is not None:
+            with suppress(OSError):  # it has just ended
+                replica.link.send({"do": "close"})
+            replica.link.close()
+        self._fleet.retire(index, at_once=replica is None)
+        self._on_loss(index, False)
 
     def lose_silent(self, busy: Collection[int | None]) -> None:
         """Give up those of the ``busy`` replicas that stand still."""
@@ -222,19 +230,17 @@ class ReplicaLinks:
 
     def close(self) -> None:
         """End all replicas."""
-        for process in self._processes:
-            process.start_no_more()
+        self._fleet.start_no_more()
         for index in list(self.ready):
             self.tell(index, {"do": "close"})
-        for process in self._processes:
-            process.close()
+        self._fleet.close()
         self._close_links()
 
     def _close_links(self) -> None:
         """Close the connections, those of replicas that were not taken in too."""
         with suppress(Empty):
             while True:
-                arrival = self._arrivals.get_nowait()
+                arrival = self._fleet.arrivals.get_nowait()
                 if isinstance(arrival, ReadyReplica):
                     arrival.link.close()
         for replica in self.ready.values():

@@ -9,13 +9,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from specmamba.cache.prefix.node import Node, text_of
-from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.config import EngineConfig
 from specmamba.engine.channels import SentRequest
 from specmamba.engine.mirror.start import build_engine
@@ -23,6 +21,7 @@ from specmamba.errors import QueueFullError, RequestError, SpecmambaError
 from specmamba.grammar import CompiledGrammar
 from specmamba.grammar.compiler import deserialized, vocabulary_of
 from specmamba.parallel.messages import Messages
+from specmamba.replicas.prefix_publisher import PrefixPublisher, identity_of
 from specmamba.replicas.wire import dump_deltas, dump_sample, dump_stats, dump_tenant_stats, load_view
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class ReplicaProgram:
         """``secret``: the key of the hashes of cached prefixes."""
         self._engine, self._link = engine, link
         self._prefixes = PrefixPublisher(engine, secret)
-        self._inbox = Inbox(link)
+        self._inbox = Inbox(link, self._prefixes.learn)
         self._published = 0.0
         self._vocabulary: Any = None  # of grammars
 
@@ -125,15 +124,18 @@ class ReplicaProgram:
         if not at_once and now < self._published + PUBLISH_S:
             return
         self._published = now
-        self._link.send({"stats": dump_stats(self._engine.stats()), **self._prefixes.changes()})
+        stats = dump_stats(self._engine.stats())
+        self._link.send({"stats": stats, **self._prefixes.changes()})
+        while at_once and self._prefixes.has_more:
+            self._link.send({"stats": stats, **self._prefixes.changes()})
 
 
 class Inbox:
     """Messages of the server, read on a thread of its own: the server must not wait where a step is long."""
 
-    def __init__(self, link: Messages) -> None:
-        """``link``: with the server; nothing else reads from it."""
-        self._link = link
+    def __init__(self, link: Messages, learn: Callable[[Sequence[str]], None]) -> None:
+        """``link``: with the server; nothing else reads from it. ``learn``: as ``PrefixPublisher.learn``."""
+        self._link, self._learn = link, learn
         self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # None: the server has ended
         threading.Thread(target=self._read, name="replica-inbox", daemon=True).start()
 
@@ -150,7 +152,10 @@ class Inbox:
     def _read(self) -> None:
         with suppress(OSError, ValueError):
             while (message := self._link.receive()) is not None:
-                self._messages.put(message)
+                if message["do"] == "learn":
+                    self._learn(message["keys"])  # before the request for which the keys matter is read
+                else:
+                    self._messages.put(message)
         self._messages.put(None)
 
 
@@ -168,28 +173,6 @@ class LinkHandler(logging.Handler):
             self._link.send({"log": self.format(record), "level": record.levelno})
 
 
-class PrefixPublisher:
-    """Says which beginnings of texts have a state in the prefix cache, as keyed hashes."""
-
-    def __init__(self, engine: Engine, secret: bytes) -> None:
-        """``secret``: the key of the hashes."""
-        self._cache, self._secret = engine.cache_manager.cache, secret
-        self._told: dict[Node, tuple[int, str]] = {}
-
-    def changes(self) -> dict[str, list[tuple[int, str]]]:
-        """What was left and what was evicted since the last call: length and hash of each."""
-        now = set(self._cache.nodes_with_state())
-        gone = [self._told.pop(node) for node in [node for node in self._told if node not in now]]
-        left = {node: self._digest(node) for node in now if node not in self._told}
-        self._told |= left
-        return {"left": list(left.values()), "gone": gone}
-
-    def _digest(self, node: Node) -> tuple[int, str]:
-        tokens, root = text_of(node)
-        hasher = PrefixHasher(self._secret, root.tenant, root.extra_key, tokens)
-        return node.end, hasher.digest(node.end).hex()
-
-
 def main() -> int:
     """Run until the server ends. Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes its requests, and then ends this process
@@ -201,7 +184,7 @@ def main() -> int:
 def run_replica(given: Mapping[str, Any], link: Messages) -> int:
     """Load the model and serve it over a connection until that ends. Returns the exit status.
 
-    ``given``: index, flags, secret and log level, as ``replica_process.given_to``. For a process that does nothing
+    ``given``: index, flags, secret and log level, as ``replica_launch.given_to``. For a process that does nothing
     else: its log goes over the connection.
     """
     logger.addHandler(LinkHandler(link))
@@ -227,6 +210,7 @@ def _constants(engine: Engine) -> dict[str, Any]:
         "vocab_size": engine.vocab_size,
         "eos_token_ids": list(engine.eos_token_ids),
         "description": engine.describe(),
+        "tiers": identity_of(engine),
     }
 
 

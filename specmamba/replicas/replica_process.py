@@ -1,43 +1,27 @@
-"""One replica: it is started, started again when it has ended, and ended with the server; and how processes start."""
+"""One replica: it is started, started again when it has ended, and ended with the server."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from specmamba.errors import SpecmambaError
 from specmamba.parallel.messages import Messages
-from specmamba.processes.child_process import python_path
+from specmamba.replicas.replica_launch import ChildReplica, Launch, Launched, ReplicaTask
 
 logger = logging.getLogger("specmamba")
 
 END_TIMEOUT_S = 10.0
+RETIRE_TIMEOUT_S = 60.0  # of one that ends while the server goes on: it may have prefixes to write
+END_LOOK_S = 0.5  # between two looks whether the server ends, while another process is waited for
 MAX_FAILED_STARTS = 3  # in a row; then it stays away
 SHORT_LIFE_S = 60.0  # who ends sooner is started later
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-SEND_TIMEOUT_S = 5  # a replica reads all the time, also in a long step: one that does not is stopped
-_TIME = struct.Struct("ll")  # of the kernel: seconds, microseconds
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaTask:
-    """What a replica is started with."""
-
-    index: int
-    flags: Mapping[str, Any]  # of its engine
-    environment: Mapping[str, str]  # beside that of this process
-    secret: bytes  # key of the hashes of prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,80 +32,6 @@ class ReadyReplica:
     link: Messages
     pid: int
     constants: dict[str, Any]
-
-
-class Launched(Protocol):
-    """A replica that was started; ``kill`` may come from any thread."""
-
-    @property
-    def pid(self) -> int:
-        """The id of its process, where ``connection`` has returned."""
-
-    @property
-    def end(self) -> str:
-        """How it has ended."""
-
-    def connection(self) -> Messages:
-        """Wait for the connection with it; called once. Raises OSError: it has ended."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end. Returns False: it runs."""
-
-
-Launch = Callable[[ReplicaTask], Launched]  # starts a replica, and does not wait
-
-
-class ChildReplica:
-    """A replica as a child process of this one: ``Launched``."""
-
-    def __init__(self, task: ReplicaTask) -> None:
-        """Start the process, and tell it what to do. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout())
-        with ExitStack() as undo, theirs:
-            undo.callback(ours.close)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "specmamba.replicas.replica_main"],
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard output is the server's
-                env={**os.environ, "PYTHONPATH": python_path(), **task.environment},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # signals of a terminal are for the server
-            )
-            assert self._process.stdin is not None
-            given = {"connection": theirs.fileno(), **given_to(task)}
-            with suppress(BrokenPipeError), self._process.stdin as stdin:
-                stdin.write(json.dumps(given).encode())
-            undo.pop_all()
-        self._link = Messages(ours)
-
-    @property
-    def pid(self) -> int:
-        """As ``Launched``."""
-        return self._process.pid
-
-    @property
-    def end(self) -> str:
-        """As ``Launched``."""
-        return f"status {self._process.returncode}"
-
-    def connection(self) -> Messages:
-        """As ``Launched``."""
-        return self._link
-
-    def kill(self) -> None:
-        """As ``Launched``."""
-        self._process.kill()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """As ``Launched``."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-            return True
-        return False
 
 
 class ReplicaProcess:
@@ -136,6 +46,7 @@ class ReplicaProcess:
         on_ready: Callable[[ReadyReplica], None],
         on_gone: Callable[[int, str], None],
         launch: Launch = ChildReplica,
+        after: ReplicaProcess | None = None,
     ) -> None:
         """Start it.
 
@@ -144,13 +55,24 @@ class ReplicaProcess:
             on_ready: called on the thread with each replica that is ready.
             on_gone: called on the thread with the index and the reason when it cannot be started (any more).
             launch: starts it, each time.
+            after: one that ends, and has its memory until then.
         """
         self._task, self._on_ready, self._on_gone, self._launch = task, on_ready, on_gone, launch
+        self._after = after
         self._process: Launched | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the process between its start and the end of all
         self._thread = threading.Thread(target=self._run, name=f"replica-{task.index}", daemon=True)
         self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has no process, and none will be started."""
+        return not self._thread.is_alive()
+
+    def has(self, pid: int) -> bool:
+        """Whether its process is the one with this id."""
+        return self._process is not None and self._process.pid == pid
 
     def kill(self, pid: int) -> None:
         """Kill the process, if it is still the one with this id."""
@@ -162,14 +84,20 @@ class ReplicaProcess:
         """Let the end of the process be the last one."""
         self._closing.set()
 
-    def close(self) -> None:
-        """Start it no more; the process ends with its connection, or is killed after ``END_TIMEOUT_S``."""
+    def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Start it no more; the process ends with its connection, or is killed after a time."""
         self.start_no_more()
         process = self._process
         if process is not None:
-            process.wait(END_TIMEOUT_S)
+            process.wait(timeout_s)
             process.kill()
         self._thread.join(END_TIMEOUT_S)
+
+    def retire(self, at_once: bool) -> None:
+        """As ``close``, or ``abandon`` with ``at_once``, without waiting for it."""
+        self.start_no_more()
+        end = self.abandon if at_once else partial(self.close, RETIRE_TIMEOUT_S)
+        threading.Thread(target=end, name=f"replica-{self._task.index}-end", daemon=True).start()
 
     def abandon(self) -> None:
         """End it at once, where it never became ready."""
@@ -179,9 +107,17 @@ class ReplicaProcess:
                 self._process.kill()
         self._thread.join(END_TIMEOUT_S)
 
+    def has_ended_in(self, timeout_s: float) -> bool:
+        """Wait for its end; returns whether it came within the time."""
+        self._thread.join(timeout_s)
+        return self.has_ended
+
     def _run(self) -> None:
         num_failed, pause, index = 0, FIRST_PAUSE_S, self._task.index
         has_run = False
+        while self._after is not None and not self._closing.is_set():
+            if self._after.has_ended_in(END_LOOK_S):
+                self._after = None
         while not self._closing.is_set():
             began, failure = time.monotonic(), None
             try:
@@ -227,21 +163,6 @@ class ReplicaProcess:
         if message is None:
             return f"its process has ended with {process.end} before it was ready"
         return str(message.get("failed", message))
-
-
-def given_to(task: ReplicaTask) -> dict[str, Any]:
-    """What the program of a replica is told, as values of JSON: see ``replica_main``."""
-    return {
-        "index": task.index,
-        "flags": dict(task.flags),
-        "secret": task.secret.hex(),
-        "log_level": logger.getEffectiveLevel(),
-    }
-
-
-def send_timeout() -> bytes:
-    """``SEND_TIMEOUT_S`` as the value of ``SO_SNDTIMEO``."""
-    return _TIME.pack(SEND_TIMEOUT_S, 0)
 
 
 def log(index: int, message: Mapping[str, Any]) -> None:

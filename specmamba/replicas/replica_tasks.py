@@ -11,24 +11,27 @@ from specmamba.config import EngineConfig
 from specmamba.engine.loading import process_threads, resolve_device
 from specmamba.engine.mirror.start import launched_rank
 from specmamba.errors import ConfigError
-from specmamba.replicas.replica_process import ReplicaTask
+from specmamba.replicas.replica_launch import ReplicaTask
+from specmamba.replicas.scaling_policy import ScalingPolicy
 from specmamba.server_config import ServerConfig
 
 VISIBLE, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 
 
 def tasks_of(config: ServerConfig, secret: bytes) -> list[ReplicaTask]:
-    """Share out the machine. On a CPU replicas share its cores and its memory, on GPUs each has its own.
+    """Share out the machine among all replicas that there can be.
+
+    On a CPU they share its cores and its memory, on GPUs each has its own.
 
     Raises:
         ConfigError: there are fewer GPUs than the replicas need, or the ranks of torchrun are to be replicas.
     """
-    size = config.dp_size
+    size = config.most_replicas
     if launched_rank(config) is not None:
-        raise ConfigError(f"--dp-size {size}: replicas start their ranks themselves: leave torchrun out")
+        raise ConfigError(f"{_flag(config)} {size}: replicas start their ranks themselves: leave torchrun out")
     device = resolve_device(config.device)
     is_cpu = device.type == "cpu"
-    check_count(size, config.tp_size, None if is_cpu else torch.cuda.device_count())
+    check_count(size, config.tp_size, None if is_cpu else torch.cuda.device_count(), _flag(config))
     chosen = config.on_device(device.type)
     # those that were given: others have defaults that depend on the device and the number of ranks
     flags = json.loads(config.model_dump_json(include=set(EngineConfig.model_fields), exclude_unset=True))
@@ -53,9 +56,24 @@ def _gpus(index: int, tp_size: int) -> str:
     return ",".join(every[index * tp_size : (index + 1) * tp_size])
 
 
-def check_count(dp_size: int, tp_size: int, num_gpus: int | None) -> None:
-    """Raise ConfigError where GPUs do not suffice; ``num_gpus``: None on a CPU."""
-    if num_gpus is not None and num_gpus < dp_size * tp_size:
-        raise ConfigError(
-            f"--dp-size {dp_size}: each replica needs {tp_size} of the GPUs, and there are {num_gpus} in all"
-        )
+def check_count(size: int, tp_size: int, num_gpus: int | None, flag: str = "--dp-size") -> None:
+    """Raise ConfigError, which names the ``flag``, where GPUs do not suffice; ``num_gpus``: None on a CPU."""
+    if num_gpus is not None and num_gpus < size * tp_size:
+        raise ConfigError(f"{flag} {size}: each replica needs {tp_size} of the GPUs, and there are {num_gpus} in all")
+
+
+def policy_of(config: ServerConfig) -> ScalingPolicy | None:
+    """What decides on the number of replicas; None: it stays."""
+    if config.dp_max_size is None:
+        return None
+    return ScalingPolicy(
+        config.dp_min_size or 1,
+        config.dp_max_size,
+        config.dp_target_tokens,
+        config.dp_grow_delay,
+        config.dp_shrink_delay,
+    )
+
+
+def _flag(config: ServerConfig) -> str:
+    return "--dp-size" if config.dp_max_size is None else "--dp-max-size"

@@ -20,12 +20,14 @@ from specmamba.engine.loading import load_tokenizer
 from specmamba.engine.scheduler import EngineStats, TenantStats
 from specmamba.errors import QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
-from specmamba.replicas.course import Course
+from specmamba.replicas.course import Course, work_of
+from specmamba.replicas.fleet_control import FleetControl
 from specmamba.replicas.merged_figures import merged, merged_report, merged_sample
-from specmamba.replicas.placement import Texts, choose
+from specmamba.replicas.placement import Texts, Work, choose, own_cost
+from specmamba.replicas.replica_fleet import ReplicaFleet
+from specmamba.replicas.replica_launch import ChildReplica, Launch, ReplicaTask
 from specmamba.replicas.replica_links import WAIT_S, ReplicaLinks
-from specmamba.replicas.replica_process import ChildReplica, Launch, ReplicaTask
-from specmamba.replicas.replica_tasks import tasks_of
+from specmamba.replicas.replica_tasks import policy_of, tasks_of
 from specmamba.replicas.wire import dump_view, load_deltas, load_tenant_stats
 from specmamba.sampling_params import SamplingParams
 from specmamba.server_config import ServerConfig
@@ -39,7 +41,7 @@ class ReplicatedEngine(Engine):
     """Gives each request to one of several replicas, and passes on what they answer.
 
     ``step`` computes nothing: it waits a millisecond for deltas. A request whose replica is lost goes on at another
-    one, behind what its client has; where none is ready, it waits. Not thread-safe, as ``Engine``.
+    one, behind what its client has; where none has room, it waits. Not thread-safe, as ``Engine``.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class ReplicatedEngine(Engine):
         plan: Callable[[ServerConfig, bytes], list[ReplicaTask]] = tasks_of,
         launch: Launch = ChildReplica,
     ) -> None:
-        """Start ``config.dp_size`` replicas, and wait until all are ready.
+        """Start the first replicas (``config.first_replicas``), and wait until all are ready.
 
         Args:
             config: the server's flags.
-            plan: what each replica is started with; the second argument is the key of the hashes of prefixes.
+            plan: what each replica that there can be is started with; the second argument is the key of the hashes of
+                prefixes.
             launch: starts a replica; by default as a process of this machine.
 
         Raises:
@@ -67,16 +70,18 @@ class ReplicatedEngine(Engine):
         self.tokenizer = load_tokenizer(
             resolve_checkpoint(config.model_path, config.revision), config.skip_tokenizer_init
         )
-        self._links = links = ReplicaLinks(plan(config, secret), self._take, self._move_all, self._tell_views, launch)
-        logger.info("%d replicas are ready; sizes are of one", config.dp_size)
+        self._fleet = fleet = ReplicaFleet(plan(config, secret), launch)
+        self._links = links = ReplicaLinks(fleet, config.first_replicas, self._take, self._move_all, self._tell_views)
+        self.replicas = self._control = FleetControl(fleet, links, self._work, policy_of(config))
+        logger.info("%d replicas are ready; sizes are of one", len(links.ready))
         self._latest_stats: EngineStats = merged([r.stats for r in links.ready.values() if r.stats is not None])
         self.config: ServerConfig = config
         constants = links.ready[0].constants
         self.context_length, self.vocab_size = constants["context_length"], constants["vocab_size"]
         self.eos_token_ids = tuple(constants["eos_token_ids"])
-        self._description = constants["description"] | {"dp_size": config.dp_size}
+        self._description = constants["description"] | {"dp_size": config.first_replicas}
         most_running = int(constants["description"]["max_running_requests"])
-        self._most = config.dp_size * (most_running + config.max_queued_requests)  # requests in all
+        self._most = most_running + config.max_queued_requests  # requests of one replica
 
     @property
     def draft_algorithm(self) -> str:
@@ -114,6 +119,7 @@ class ReplicatedEngine(Engine):
         course = self._courses.pop(request_id, None)
         if course is not None and course.replica is not None:
             self._links.tell(course.replica, {"do": "abort", "request_ids": [request_id]})
+            self._control.let_go()
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -122,45 +128,64 @@ class ReplicatedEngine(Engine):
     @property
     def has_room(self) -> bool:
         """Whether another request is taken."""
-        return len(self._courses) < self._most
+        return len(self._courses) < self._most * max(1, len(self._fleet.on))
+
+    def _work(self) -> Mapping[int | None, Work]:
+        return work_of(self._courses.values(), self._links.ready)
 
     def step(self) -> list[OutputDelta]:
         """Wait for deltas, for a short time. Raises ReplicaLostError: no replica is left, and none comes back."""
         self._links.receive(0.0 if self._deltas else WAIT_S)
         self._links.lose_silent({course.replica for course in self._courses.values()})
+        self._control.look()
         self._place_all()
         deltas = list(self._deltas)
         self._deltas.clear()
         return deltas
 
-    def _place_all(self) -> None:
-        """Give every request that no replica has to one, if there are any."""
+    def idle(self) -> float | None:
+        """As ``Engine.idle``: the number of replicas follows the load, also where there is none."""
+        if (wait_s := self._control.next_look_s()) is None:
+            return None
+        self._links.receive(0.0)
         self._links.take_arrivals()
-        for course in [course for course in self._courses.values() if course.replica is None]:
-            while course.replica is None and self._links.ready:
-                self._place(course)
+        self._control.look()
+        return wait_s
 
-    def _place(self, course: Course) -> None:
+    def _place_all(self) -> None:
+        """Give every request that no replica has to one, if there are any with room for it."""
+        self._links.take_arrivals()
+        waiting = [course for course in self._courses.values() if course.replica is None]
+        if not waiting:
+            return
+        work = dict(self._work())
+        for course in waiting:
+            while course.replica is None:
+                free = [i for i in self._links.serving if work[i].num_requests < self._most]
+                if not free:
+                    return
+                self._place(course, {index: work[index] for index in free})
+            work[course.replica] = work[course.replica].and_one(course.num_uncached)
+
+    def _place(self, course: Course, work: Mapping[int, Work]) -> None:
+        """Give a request to one of these replicas, unless that is lost just now."""
         request = course.request
-        published = {index: replica.prefixes for index, replica in self._links.ready.items()}
+        published = {index: self._links.ready[index].published for index in work}
         prompt = request.prompt_token_ids
-        resumable = self._texts.resumable(prompt, request.owner.tenant, request.extra_key, published)
-        waiting, running = dict.fromkeys(published, 0), dict.fromkeys(published, 0)
-        for other in self._courses.values():
-            if other.replica is not None:
-                waiting[other.replica] += other.num_uncached
-                running[other.replica] += 1
+        found = self._texts.found(prompt, request.owner.tenant, request.extra_key, published)
         if self.config.dp_placement == "round_robin":
             index = sorted(published)[next(self._turns) % len(published)]
         else:
-            index = choose(len(prompt), resumable, waiting, running)
+            index = choose({i: own_cost(len(prompt), each) for i, each in found.items()}, work)
+        if found[index].keys:  # another replica may have written them, and this one not have looked since
+            self._links.tell(index, {"do": "learn", "keys": [key.hex() for key in found[index].keys]})
         if self._links.tell_line(index, course.next_line()):
-            course.placed(index, resumable[index])
+            course.placed(index, found[index].in_tiers)
 
-    def _move_all(self, index: int) -> None:
-        """Let requests of a lost replica wait for another one."""
+    def _move_all(self, index: int, is_lost: bool) -> None:
+        """Let requests of a replica that is gone wait for another one."""
         for course in [course for course in self._courses.values() if course.replica == index]:
-            if not course.moved():
+            if not course.moved(is_lost):
                 del self._courses[course.request.request_id]
                 self._deltas.append(course.last_delta("error", LOST_TOO_OFTEN))
 
@@ -187,8 +212,8 @@ class ReplicatedEngine(Engine):
         found = merged([replica.stats for _, replica in sorted(self._links.ready.items())])
         if found is not None:
             self._latest_stats = found
-        num_waiting = sum(course.replica is None for course in self._courses.values())
-        return replace(self._latest_stats, num_waiting=self._latest_stats.num_waiting + num_waiting)
+        num_waiting = self._latest_stats.num_waiting + self._work()[None].num_requests
+        return replace(self._latest_stats, num_waiting=num_waiting, replicas=self._control.stats())
 
     def stats_of(self, tenant: str | None) -> TenantStats:
         """Numbers of one tenant's requests."""
@@ -229,7 +254,7 @@ class ReplicatedEngine(Engine):
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Call a function, from another thread, when no replica is left and none can be started."""
-        self._links.when_none_is_left(callback)
+        self._fleet.when_none_is_left(callback)
 
     def close(self) -> None:
         """End all replicas."""

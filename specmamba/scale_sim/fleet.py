@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specmamba.replicas.placement import choose
+from specmamba.replicas.placement import Work, choose
 from specmamba.scale_sim.request_trace import TraceRequest
 from specmamba.scale_sim.simulated_replica import ReplicaModel, Running, SimulatedReplica
 from specmamba.server_config import Placement
@@ -71,10 +71,8 @@ class Fleet:
             return self._num_placed % len(self.replicas)
         numbered = dict(enumerate(self.replicas))
         return choose(
-            len(request.prompt),
-            {index: replica.resumable(request) for index, replica in numbered.items()},
-            {index: replica.num_uncomputed for index, replica in numbered.items()},
-            {index: replica.num_requests for index, replica in numbered.items()},
+            {index: len(request.prompt) - replica.resumable(request) for index, replica in numbered.items()},
+            {index: Work(replica.num_requests, replica.num_uncomputed) for index, replica in numbered.items()},
         )
 
     def _go_on(self, request: TraceRequest, now: float) -> None:

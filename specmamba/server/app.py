@@ -25,6 +25,7 @@ from specmamba.server.observe.call_record import CallRecord, RecordCalls
 from specmamba.server.observe.logs import log_call
 from specmamba.server.observe.tracing import build_tracer
 from specmamba.server.page.routes import event_routes, page_routes
+from specmamba.server.replica_routes import replica_routes
 from specmamba.server.responses_api.response_route import response_routes
 from specmamba.server_config import ServerConfig
 
@@ -71,6 +72,7 @@ def _routers(service: Service) -> list[APIRouter]:
         info_routes(service),
         prefix_cache_routes(service),
         stored_prefix_routes(service),
+        replica_routes(service),
         documentation_routes(),
     ]
     if not service.config.disable_page:

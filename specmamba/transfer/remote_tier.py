@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specmamba.cache.tiers.entry import Buffers, Entry, EntryLayout
-from specmamba.cache.tiers.entry_index import Stored
+from specmamba.cache.tiers.entry_index import Change, Stored
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier import Load, TierName, WritePolicy
 from specmamba.cache.tiers.tier_stats import TierCounts, TierMiss, TierStats
@@ -119,6 +119,13 @@ class RemoteTier:
 
     def forget(self) -> None:
         """Do nothing: it is held by other processes."""
+
+    def changes(self, most: int) -> list[Change]:
+        """Return nothing: nothing stays here."""
+        return []
+
+    def learn(self, keys: Sequence[bytes], timeout_s: float) -> None:
+        """Do nothing: nothing stays here."""
 
     def why_absent(self, text: PrefixHasher) -> TierMiss | None:
         """Return None: most requests have no prompt elsewhere."""

@@ -101,6 +101,46 @@ def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "prefixes").glob("*.entry"))
 
 
+def test_what_comes_and_goes_is_told_once(new_tier: NewTier) -> None:
+    tier = new_tier()
+    entries = [put(tier, TEXT[:end]) for end in (20, 50, 90)]
+    assert [entry and entry.end for _, entry in tier.changes(2)] == [20, 50]
+    assert [entry and entry.end for _, entry in tier.changes(9)] == [90]
+    assert tier.changes(9) == []
+    fourth = put(tier, TEXT[:99])
+    tier._index.remove((LAYOUT.fingerprint, entries[2].key))
+    assert [(name[1], entry and entry.end) for name, entry in tier.changes(9)] == [
+        (fourth.key, 99),
+        (entries[2].key, None),
+    ]
+    assert tier.drain()
+    others = new_tier(OTHER)
+    assert [entry for _, entry in others.changes(9)] == []  # those of other models are not told
+    own = put(others, TEXT[:30])
+    assert [name[1] for name, _ in others.changes(9)] == [own.key]
+
+
+def test_a_tier_learns_of_what_another_has_just_written(new_tier: NewTier) -> None:
+    tier, other = new_tier(), new_tier()
+    keys = [put(other, TEXT[:end]).key for end in (20, 50)]
+    assert other.drain()
+    tier._scanned = time.monotonic()  # it looks again in two seconds
+    assert ends(tier, TEXT) == []
+    tier.learn([b"?" * 32, *keys], 5.0)
+    assert ends(tier, TEXT) == [20, 50]
+    assert fetch(tier, TEXT[:50]) == (TEXT[:50], TEXT[49])
+    assert tier.stats().damaged == 0
+
+
+def test_an_index_forgets_what_is_gone(new_tier: NewTier) -> None:
+    index = EntryIndex()
+    for number in range(1000):
+        entry = Stored(b"f", number.to_bytes(4), b"", 0, 20, 0, 0, 0, number)
+        index.add(entry)
+        index.remove(entry.name)
+    assert len(index._by_use) <= 2 * len(index) + 65
+
+
 def test_a_chain_is_written_found_and_loaded_also_after_a_restart(new_tier: NewTier, tmp_path: Path) -> None:
     tier = new_tier()
     for end in (20, 50, 90):

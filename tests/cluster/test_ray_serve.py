@@ -85,6 +85,18 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def environment_of(folder: str) -> dict[str, str]:
+    """The environment of a Ray with two CPUs that keeps its files in a folder."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
+    }
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     port = free_port()
@@ -94,14 +106,7 @@ def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # of a short name: Ray's sockets lie below it
         file, log = Path(folder, "serve.yaml"), Path(folder, "log")
         file.write_text(json.dumps(options))  # which is YAML too
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "RAY_TMPDIR": folder,
-            "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
-        }
+        environment = environment_of(folder)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ray.serve.scripts", "run", str(file)],

@@ -26,7 +26,7 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.mirror.start import facts_of
 from specmamba.errors import ConfigError
 from specmamba.replicas import replica_process
-from specmamba.replicas.replica_process import ReplicaTask
+from specmamba.replicas.replica_launch import ReplicaTask
 from specmamba.replicas.replica_tasks import tasks_of
 from specmamba.replicas.replicated_engine import ReplicatedEngine
 from specmamba.server_config import ServerConfig

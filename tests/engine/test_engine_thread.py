@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,24 @@ def test_the_engine_is_built_used_and_closed_on_one_thread() -> None:
         thread.abort(["a"])
     assert used_by == {thread._thread.ident}
     assert engine.num_closed == 1
+
+
+def test_an_idle_engine_is_called_as_often_as_it_says() -> None:
+    called: list[float] = []
+
+    class Idling(FakeEngine):
+        def idle(self) -> float | None:
+            called.append(time.monotonic())
+            return 0.01 if len(called) < 5 else None
+
+    engine = Idling()
+    with running(engine) as thread:
+        wait_until(lambda: len(called) == 5)
+        time.sleep(0.05)
+        assert len(called) == 5
+        assert engine.num_steps == 0
+        assert called[-1] - called[0] >= 0.04
+        thread.submit([Listener("a").request]).result(5)
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [("", RequestError), ("x" * 1000, RequestError)])

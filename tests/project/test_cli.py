@@ -72,7 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
         (["docter"], "did you mean 'doctor'?"),
-        (["xyz"], "there are: serve, generate, chat, info, quantize, cache, doctor, bench, train, tune"),
+        (["xyz"], "there are: serve, generate, chat, info, quantize, deploy, cache, doctor, bench, train, tune"),
         (["--verbose"], "no option '--verbose'"),
         (["bench"], "usage: specmamba bench NAME"),
         (

@@ -22,6 +22,7 @@ from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
 from specmamba.core import SizingStats
+from specmamba.engine.replica_control import ReplicaStats
 from specmamba.flags.command_line import _OTHER_VARIABLES, all_fields, parse_command_line
 from specmamba.generate_config import GenerateConfig
 from specmamba.info import InfoConfig
@@ -133,7 +134,7 @@ def tool_flags() -> set[str]:
     """The flags of the tools, which have their configurations in modules that are slow to import."""
     found: set[str] = set()
     for name in tracked_files():
-        if re.fullmatch(r"(bench|specmamba/(doctor|measure|scale_sim|train|tune))/.*\.py", name):
+        if re.fullmatch(r"(bench|specmamba/(cluster|doctor|measure|scale_sim|train|tune))/.*\.py", name):
             tree = ast.parse((ROOT / name).read_text("utf8"))
             for node in ast.walk(tree):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -228,7 +229,9 @@ def test_operations_has_every_metric() -> None:
     disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
     handoffs = HandoffStats(1, 1, 0.1, {"slow": 1}, 0)
     split = SplitStats(1, 1, 1)
+    replicas = ReplicaStats({"ready": 2}, 0, 1, 0)
     stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, handoffs=handoffs)
+    stats = replace(stats, replicas=replicas)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

@@ -10,15 +10,16 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
 from specmamba.cache.prefix.inspection import WHOLE, View
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, Owner
 from specmamba.engine.engine import Engine
 from specmamba.engine.engine_sample import EngineSample
-from specmamba.errors import ConfigError, RequestError
+from specmamba.errors import ConfigError, QueueFullError, ReplicaStateError, RequestError
 from specmamba.grammar import GrammarCompiler
-from specmamba.replicas import replica_links, replica_process
+from specmamba.replicas import replica_launch, replica_links, replica_process, replica_tasks
 from specmamba.replicas.course import MAX_MOVES
 from specmamba.replicas.replica_tasks import check_count, tasks_of
 from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
@@ -46,7 +47,7 @@ def replicated() -> Iterator[ReplicatedEngine]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):  # before a replica is started again
             patch.setattr(replica_process, name, 0.1)
-        patch.setattr(replica_process, "SEND_TIMEOUT_S", 2)
+        patch.setattr(replica_launch, "SEND_TIMEOUT_S", 2)
         engine = ReplicatedEngine(ServerConfig(dp_size=2, **FLAGS))
         yield engine
         pids = [replica.pid for replica in engine._links.ready.values()]
@@ -169,6 +170,80 @@ def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine,
         assert len([p for delta in deltas for p in delta.logprobs]) == (200 if params else 0)
 
 
+def test_a_drained_replica_hands_its_requests_on_and_comes_back(plain: Engine, both: ReplicatedEngine) -> None:
+    for engine in (plain, both):
+        for number in range(4):
+            add(engine, number, max_tokens=200, temperature=0.8 if number % 2 else 0.0, seed=number)
+    drained: list[int] = []
+
+    def drain(deltas: dict[str, list[OutputDelta]]) -> bool:
+        if "0" in deltas and (replica := both._courses["0"].replica) is not None:
+            assert both.replicas.drain(replica, 0.0).state in ("ending", "off")
+            drained.append(replica)
+        return bool(drained)
+
+    assert outputs(finish(both, drain)) == outputs(finish(plain))
+    (index,) = drained
+    assert list(both._links.ready) == [1 - index]
+    add(both, 0, max_tokens=8)
+    assert both._courses["0"].replica == 1 - index
+    with pytest.raises(ReplicaStateError, match="is ready"):
+        both.replicas.drain(1 - index, None)
+    assert both.replicas.resume(index).state == "starting"
+    finish(both)
+    wait_for_all(both)
+    assert both.replicas.statuses()[index].state == "ready"
+
+
+def test_a_drained_replica_finishes_its_requests(both: ReplicatedEngine) -> None:
+    for number in range(4):
+        add(both, number, max_tokens=64)
+    index, pid = both._courses["0"].replica, pid_of(both, "0")
+    assert index is not None
+    assert both.replicas.drain(index, None).state == "draining"
+    add(both, 4, prompt=PROMPTS[0], max_tokens=8)
+    assert both._courses["4"].replica == 1 - index
+    assert both.replicas.resume(index).state == "ready"  # nothing was ended
+    both.replicas.drain(index, 120.0)
+    assert all(deltas[-1].finish_reason == "length" for deltas in finish(both).values())
+    assert index not in both._links.ready
+    wait_until(lambda: not is_alive(pid), timeout_s=60)
+    wait_until(lambda: both.replicas.statuses()[index].state == "off")
+    assert both.stats().replicas.states["off"] == 1
+    both.replicas.resume(index)
+
+
+def test_a_drained_replica_that_is_lost_stays_away(plain: Engine, both: ReplicatedEngine) -> None:
+    for engine in (plain, both):
+        for number in range(2):
+            add(engine, number, max_tokens=96)
+    index = both._courses["0"].replica
+    assert index is not None
+
+    def kill(deltas: dict[str, list[OutputDelta]]) -> bool:
+        if "0" in deltas:
+            both.replicas.drain(index, None)
+            os.kill(pid_of(both, "0"), signal.SIGKILL)
+        return "0" in deltas
+
+    assert outputs(finish(both, kill)) == outputs(finish(plain))
+    wait_until(lambda: both.replicas.statuses()[index].state == "off")
+    both.replicas.resume(index)
+
+
+def test_requests_wait_where_no_replica_has_room(both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(both, "_most", 1)
+    for number in range(2):
+        add(both, number, max_tokens=16)
+    with pytest.raises(QueueFullError):
+        add(both, 2)
+    monkeypatch.setattr(ReplicatedEngine, "has_room", True)
+    add(both, 2, max_tokens=16)
+    assert sorted(str(course.replica) for course in both._courses.values()) == ["0", "1", "None"]
+    assert both.stats().num_waiting >= 1
+    assert len(finish(both)) == 3
+
+
 @pytest.mark.slow
 def test_requests_wait_where_all_replicas_are_lost(plain: Engine, both: ReplicatedEngine) -> None:
     for engine in (plain, both):
@@ -216,7 +291,7 @@ def test_a_stopped_replica_does_not_stop_the_server(
     began = time.monotonic()
     while stopped in both._links.ready:
         both._links.tell(stopped, {"do": "abort", "request_ids": ["x" * 100_000]})
-        assert time.monotonic() - began < 3 * replica_process.SEND_TIMEOUT_S
+        assert time.monotonic() - began < 3 * replica_launch.SEND_TIMEOUT_S
     found = finish(both)
     for number in (0, 1):
         add(plain, number, max_tokens=32)
@@ -318,6 +393,20 @@ def test_the_server_over_replicas(both: ReplicatedEngine, monkeypatch: pytest.Mo
         assert "replica 1" in served.http.get("/cache?format=text").text
         assert "specmamba_kv_total_tokens" in served.http.get("/metrics").text
         assert served.http.post("/flush_cache").json()["flushed_tokens"] > 0
+        replicas = served.http.get("/replicas").json()["replicas"]
+        assert [(each["id"], each["state"], each["held"]) for each in replicas] == [
+            (0, "ready", False),
+            (1, "ready", False),
+        ]
+        drained = served.http.post("/replicas/1/drain?timeout=5").raise_for_status().json()
+        assert (drained["id"], drained["held"]) == (1, True)
+        for call in ("0/drain", "2/drain", "2/resume"):
+            refused = served.http.post(f"/replicas/{call}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "replica_state")
+        assert served.http.post("/replicas/1/drain?timeout=-1").status_code == 400
+        assert served.http.post("/replicas/one/drain").status_code == 400
+        assert served.http.post("/replicas/1/resume").json()["held"] is False
+        assert 'specmamba_replicas{state="ready"} 1.0' in served.http.get("/metrics").text
         refused = served.http.post("/cache/save")
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "several_replicas")
         with served.http.stream("GET", "/events") as events:
@@ -360,3 +449,7 @@ def test_a_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check_count(64, 1, None)
     with pytest.raises(ConfigError, match="--dp-size 3: each replica needs 4 of the GPUs, and there are 8 in all"):
         check_count(3, 4, 8)
+    monkeypatch.setattr(replica_tasks, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--dp-max-size 3: each replica needs 1 of the GPUs, and there are 2 in all"):
+        tasks_of(ServerConfig(dp_max_size=3), b"secret")

@@ -50,6 +50,7 @@ class Pair:
             fields = {name: [value] * num_rooms for name, value in fields.items()}
             fields["bootstrap_room"] = [next(ROOMS) for _ in range(num_rooms)]
         whole = {"temperature": 0, "max_tokens": 12, **body, **fields}
+        whole = {name: value for name, value in whole.items() if value is not None}
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(each.http.post, path, json=whole) for each in (self.decode, self.prefill)]
             decoded, prefilled = (answer.result(60) for answer in answers)
@@ -124,6 +125,46 @@ def test_streamed_chats(pair: Pair, one: Served) -> None:
     text = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
     assert text == expected
     assert text
+
+
+SAID = "Write a function that multiplies two numbers, and say how it works."
+TRANSLATED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "/v1/responses": ({"input": SAID, "max_output_tokens": 12}, "output", "response.output_text.delta", "delta"),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": SAID}], "max_tokens": 12},
+        "content",
+        "content_block_delta",
+        "delta",
+    ),
+}
+
+
+def text_of_blocks(blocks: list[dict[str, Any]]) -> str:
+    """Of an answer's ``output`` or ``content``."""
+    return "".join(block.get("text") or text_of_blocks(block.get("content") or []) for block in blocks)
+
+
+@pytest.mark.parametrize("path", sorted(TRANSLATED))
+def test_other_kinds_of_chats_have_rooms_too(pair: Pair, one: Served, path: str) -> None:
+    body, field, kind, delta = TRANSLATED[path]
+    body = {**body, "temperature": 0}
+    expected = text_of_blocks(one.http.post(path, json=body).raise_for_status().json()[field])
+    assert expected
+    before = handoffs(pair.decode)["num_handoffs"]
+    pair.decode.http.post("/flush_cache").raise_for_status()
+    prefilled, decoded = pair.send(path, **{"max_tokens": None, **body})
+    assert text_of_blocks(prefilled.json()[field]) == ""
+    assert text_of_blocks(decoded.raise_for_status().json()[field]) == expected
+    assert handoffs(pair.decode)["num_handoffs"] == before + 1
+    pair.decode.http.post("/flush_cache").raise_for_status()
+    _, decoded = pair.send(path, **{"max_tokens": None, **body}, stream=True)
+    events = [json.loads(line[6:]) for line in decoded.text.splitlines() if line.startswith("data: {")]
+    deltas = [event[delta] for event in events if event["type"] == kind]
+    assert "".join(each if isinstance(each, str) else each["text"] for each in deltas) == expected
+    assert handoffs(pair.decode)["num_handoffs"] == before + 2
+    refused = pair.decode.http.post(path, json={**body, "bootstrap_room": 1, "bootstrap_host": "10.0.0.7"})
+    assert refused.status_code == 400
+    assert "bootstrap_host: '10.0.0.7' is no prefill server" in refused.text
 
 
 def test_a_prefill_server_leaves_forms_to_the_other(pair: Pair) -> None:

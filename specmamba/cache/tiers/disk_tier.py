@@ -13,7 +13,7 @@ from pathlib import Path
 from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
 from specmamba.cache.tiers.entry import Buffers, Entry, EntryLayout
 from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
-from specmamba.cache.tiers.entry_index import EntryIndex, Stored
+from specmamba.cache.tiers.entry_index import Change, EntryIndex, Name, Stored
 from specmamba.cache.tiers.mover import Mover
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier import MAX_LOAD_S, Load, TierName, WritePolicy
@@ -95,6 +95,27 @@ class DiskTier:
 
     def forget(self) -> None:
         """Do nothing: files are for all processes."""
+
+    def changes(self, most: int) -> list[Change]:
+        """Return up to ``most`` entries of this layout that have come or gone since the last calls."""
+        own: list[Change] = []
+        with self._lock:
+            while not own and (changes := self._index.changes(most)):
+                own = [change for change in changes if change[0][0] == self.layout.fingerprint]
+        return own
+
+    def learn(self, keys: Sequence[bytes], timeout_s: float) -> None:
+        """Read the headers of entries that are not known, where their files are there."""
+        unknown = [key for key in keys if not self.has(key)]
+        has_ended = threading.Event()
+
+        def read() -> None:
+            for key in unknown:
+                self._read_unlisted((self.layout.fingerprint, key))
+            has_ended.set()
+
+        if unknown and not self.hangs and self._reader.put(read, 0):
+            has_ended.wait(timeout_s)
 
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return why ``find`` finds nothing: "fingerprint" if other models or settings have entries of the text."""
@@ -309,6 +330,10 @@ class DiskTier:
             unknown = [file for name, file in files.items() if self._index.get(name) is None]
         for file in unknown:
             self._read_header(file)
+
+    def _read_unlisted(self, name: Name) -> None:
+        with suppress(OSError):  # it is not there (any more)
+            self._read_header(self._folder.described(name))
 
     def _read_header(self, file: EntryFile) -> None:
         """Add a file to the index; one that is damaged is removed, one of another format counts and is not used."""

@@ -80,6 +80,11 @@ class EntryFolder:
                     key, fingerprint = bytes.fromhex(match[1]), bytes.fromhex(match[2])
                     yield EntryFile((fingerprint, key), status.st_size, status.st_mtime_ns)
 
+    def described(self, name: Name) -> EntryFile:
+        """Return an entry's file. Raises FileNotFoundError: there is none."""
+        status = self.file(name).lstat()
+        return EntryFile(name, status.st_size, status.st_mtime_ns)
+
     def file(self, name: Name) -> Path:
         """Return the path of an entry's file."""
         fingerprint, key = name

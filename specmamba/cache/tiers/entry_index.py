@@ -12,6 +12,7 @@ from specmamba.cache.tiers.codec import Header
 from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
 
 Name = tuple[bytes, bytes]  # fingerprint and key: what the file of an entry is called after
+Change = tuple[Name, "Stored | None"]  # an entry that has come; None: the one of this name has gone
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,7 @@ class EntryIndex:
         # (used, number, entry): those that may be leaves, by when they were used at that time
         self._by_use: list[tuple[int, int, Stored]] = []
         self._numbers = itertools.count()
+        self._changed: dict[Name, Stored | None] | None = None  # since ``changes``; None: it was never called
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -72,16 +74,19 @@ class EntryIndex:
         """Add an entry, in the place of one of the same name."""
         self.remove(entry.name)
         self._entries[entry.name] = entry
+        self._note(entry.name, entry)
         self._num_of[entry.fingerprint] += 1
         self._below.setdefault((entry.fingerprint, entry.parent), Counter())[entry.end] += 1
         self.num_bytes += entry.nbytes
         self._push(entry)
+        self._compact()
 
     def remove(self, name: Name) -> Stored | None:
         """Remove an entry; returns it, or None if there is none of this name."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return None
+        self._note(name, None)
         self._num_of[entry.fingerprint] -= 1
         if not self._num_of[entry.fingerprint]:
             del self._num_of[entry.fingerprint]
@@ -95,6 +100,23 @@ class EntryIndex:
                 self._push(parent)
         self.num_bytes -= entry.nbytes
         return entry
+
+    def changes(self, most: int) -> list[Change]:
+        """Return up to ``most`` entries that have come or gone since the last calls; those that are there come first.
+
+        Changes that the calls have not returned yet are kept, one for each name.
+        """
+        if self._changed is None:
+            self._changed = dict(self._entries)
+        found = list(itertools.islice(self._changed.items(), most))
+        for name, _ in found:
+            del self._changed[name]
+        return found
+
+    def _note(self, name: Name, entry: Stored | None) -> None:
+        if self._changed is not None:
+            self._changed.pop(name, None)  # what continues an entry comes behind it
+            self._changed[name] = entry
 
     def find(self, fingerprint: bytes, text: PrefixHasher) -> list[Stored]:
         """Return the entries that together hold the longest beginning of a text, the first segment first.
@@ -129,9 +151,7 @@ class EntryIndex:
 
         In O(log n) of the entries, but for those that are spared or were used since the last call.
         """
-        if len(self._by_use) > 2 * len(self._entries) + 64:
-            self._by_use = [(entry.used, next(self._numbers), entry) for entry in self]
-            heapq.heapify(self._by_use)
+        self._compact()
         kept: list[Stored] = []
         found: Stored | None = None
         while self._by_use and found is None:
@@ -148,6 +168,12 @@ class EntryIndex:
         for entry in kept:
             self._push(entry)
         return found
+
+    def _compact(self) -> None:
+        """Forget entries of the heap that are gone, where they are the most of it."""
+        if len(self._by_use) > 2 * len(self._entries) + 64:
+            self._by_use = [(entry.used, next(self._numbers), entry) for entry in self]
+            heapq.heapify(self._by_use)
 
     def _push(self, entry: Stored) -> None:
         heapq.heappush(self._by_use, (entry.used, next(self._numbers), entry))

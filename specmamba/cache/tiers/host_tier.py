@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from specmamba.cache.tiers.entry import Buffers, Bytes, Entry, EntryLayout
-from specmamba.cache.tiers.entry_index import EntryIndex, Name, Stored
+from specmamba.cache.tiers.entry_index import Change, EntryIndex, Name, Stored
 from specmamba.cache.tiers.host_arena import HostArena, aligned
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier import Load, TierName, WritePolicy
@@ -57,6 +57,13 @@ class HostTier:
     def get(self, key: bytes) -> Entry | None:
         """Return an entry, whose memory stays as it is until ``allocate`` or ``forget``; None: there is none."""
         return self._entries.get(key)
+
+    def changes(self, most: int) -> list[Change]:
+        """Return up to ``most`` entries that have come or gone since the last calls."""
+        return self._index.changes(most)
+
+    def learn(self, keys: Sequence[bytes], timeout_s: float) -> None:
+        """Do nothing: no other process writes here."""
 
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return "absent": entries of other models are not here."""

@@ -51,6 +51,7 @@ class PrefixTiers:
         transfer: PoolTransfer,
         tiers: Sequence[Tier],
         hashes: Hashes,
+        secret: bytes | None = None,
     ) -> None:
         """Put tiers below a cache.
 
@@ -60,9 +61,10 @@ class PrefixTiers:
             transfer: between the pools and entries.
             tiers: of the transfer's layout, the fastest first.
             hashes: of texts, by which all of them find entries.
+            secret: the key of the hashes, where other processes may be told what the tiers have.
         """
         self._cache, self._kv, self._states = cache, kv, states
-        self.transfer, self.hashes = transfer, hashes
+        self.transfer, self.hashes, self.secret = transfer, hashes, secret
         self.tiers = tuple(tiers)
         self._writer = TierWriter(transfer, self.tiers, hashes)
         self._loads: list[Load] = []  # under way

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from specmamba.cache.tiers.entry import Buffers, Entry
-from specmamba.cache.tiers.entry_index import Stored
+from specmamba.cache.tiers.entry_index import Change, Stored
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier_stats import TierMiss, TierStats
 
@@ -79,6 +79,14 @@ class Tier(Protocol):
 
     def forget(self) -> None:
         """Drop the entries that this process alone holds."""
+        ...
+
+    def changes(self, most: int) -> list[Change]:
+        """Return up to ``most`` entries that have come or gone since the last calls; at first, those that there are."""
+        ...
+
+    def learn(self, keys: Sequence[bytes], timeout_s: float) -> None:
+        """Look for entries that another process is said to have written. May be called from any thread, and waits."""
         ...
 
     def why_absent(self, text: PrefixHasher) -> TierMiss | None:

@@ -76,6 +76,7 @@ def build_tiers(
         transfer,
         tiers,
         lambda tokens, extra_key, tenant: PrefixHasher(secret, tenant, extra_key, tokens),
+        secret,
     )
 
 

@@ -38,6 +38,7 @@ _ERRORS = {
     401: "the API key is missing or wrong",
     403: "the request is for the operator, or comes from a web page of another server",
     404: "there is no such model",
+    409: "a replica cannot do that now",
     413: "the body is too large",
     415: "the body is not declared as JSON",
     429: "the queue is full, or the client has too many calls open: try again later",

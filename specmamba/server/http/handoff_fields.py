@@ -14,6 +14,7 @@ from specmamba.server.http.fields import MAX_PROMPTS, StrictModel, shortened
 from specmamba.server_config import ServerConfig
 
 T = TypeVar("T")
+HANDOFF_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 ONE, LIST = "(one)", "(list)"
 HostName = Annotated[str, Field(min_length=1, max_length=253)]
 Port = Annotated[int, Field(ge=1, le=65535)]

@@ -11,6 +11,7 @@ from specmamba.sampling_params import MAX_STOP_STRINGS, StopString, Temperature,
 from specmamba.server.api.conversation import MAX_CALLS, MAX_MESSAGES, TemplateVariables
 from specmamba.server.api.requests import CacheKey, NoEffect, NotYet
 from specmamba.server.http.fields import MAX_PARTS, STRING, Speculation, StrictModel, only
+from specmamba.server.http.handoff_fields import HandoffRequest
 from specmamba.server.tools.definitions import JsonObject, ToolName
 
 CacheControl = Annotated[
@@ -186,7 +187,7 @@ class CountRequest(StrictModel):
         return self
 
 
-class MessageRequest(CountRequest):
+class MessageRequest(CountRequest, HandoffRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most, with reasoning")]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from specmamba.server.api.conversation import ChatCompletionRequest
 from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import ApiError, api_error_of_validation
+from specmamba.server.http.handoff_fields import HANDOFF_FIELDS
 from specmamba.server.messages_api.message_fields import (
     CountRequest,
     InputMessage,
@@ -60,6 +61,7 @@ def as_chat(body: CountRequest) -> ChatCompletionRequest:
         schema = {"name": "answer", "schema": wanted.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessageRequest):
+        chat |= {name: getattr(body, name) for name in HANDOFF_FIELDS}
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
         chat["stream_options"] = {"include_usage": True} if body.stream else None
         if (chosen := body.speculative) is not None:

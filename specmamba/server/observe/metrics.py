@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
     from specmamba.cache.split import SplitStats
     from specmamba.cache.tiers.tier_stats import TierStats
+    from specmamba.engine.replica_control import ReplicaStats
     from specmamba.engine.scheduler import EngineStats
     from specmamba.transfer.handoff_stats import HandoffStats
 
@@ -91,6 +92,8 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
         yield from _tier_metrics("prefix_disk", "disk", stats.disk)
     if stats.handoffs is not None:
         yield from _handoff_metrics(stats.handoffs)
+    if stats.replicas is not None:
+        yield from _replica_metrics(stats.replicas)
 
 
 def _split_counters(split: SplitStats) -> Iterator[Metric]:
@@ -102,6 +105,18 @@ def _split_counters(split: SplitStats) -> Iterator[Metric]:
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"specmamba_{name}", text, value=value)
+
+
+def _replica_metrics(replicas: ReplicaStats) -> Iterator[Metric]:
+    """How many replicas are in each state, what they have to do, and how often their number has followed that."""
+    family = GaugeMetricFamily("specmamba_replicas", "Replicas by their state", labels=["state"])
+    for state, count in replicas.states.items():
+        family.add_metric([state], count)
+    yield family
+    queued = "Tokens that replicas have yet to compute, running requests counted as some"
+    yield GaugeMetricFamily("specmamba_replica_queued_tokens", queued, value=replicas.queued_tokens)
+    counts = (("up", replicas.num_grown), ("down", replicas.num_shrunk))
+    yield _labelled("replica_scalings", "Replicas that were started or ended for the load", "direction", counts)
 
 
 def _handoff_metrics(handoffs: HandoffStats) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ from specmamba.server.api.conversation import MAX_CALLS, MAX_MESSAGES, TemplateV
 from specmamba.server.api.requests import CacheKey, NoEffect, NotYet
 from specmamba.server.api.structured import JsonObjectFormat, NamedSchema, TextFormat
 from specmamba.server.http.fields import MAX_PARTS, STRING, EncodableText, Metadata, Speculation, StrictModel, only
+from specmamba.server.http.handoff_fields import HandoffRequest
 from specmamba.server.tools.definitions import (
     Choice,
     FunctionDefinition,
@@ -197,7 +198,7 @@ class ResponseStreamOptions(StrictModel):
     include_obfuscation: Annotated[Literal[False] | None, only(False), NotYet] = None
 
 
-class ResponseRequest(StrictModel):
+class ResponseRequest(HandoffRequest):
     """The body of POST /v1/responses. Nothing is stored, so that a conversation is sent whole every time."""
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models; none: the served model")] = None

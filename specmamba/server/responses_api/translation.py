@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from specmamba.server.api.conversation import ChatCompletionRequest
 from specmamba.server.http.error_answers import api_error_of_validation
+from specmamba.server.http.handoff_fields import HANDOFF_FIELDS
 from specmamba.server.responses_api.response_fields import (
     ChosenFunction,
     FlatSchemaFormat,
@@ -44,7 +45,7 @@ def as_chat(body: ResponseRequest) -> ChatCompletionRequest:
     Raises:
         ApiError: 400; the fields do not go together.
     """
-    chat: dict[str, Any] = {name: getattr(body, name) for name in (*_SAME, *_SAME_EXTENSIONS)}
+    chat: dict[str, Any] = {name: getattr(body, name) for name in (*_SAME, *_SAME_EXTENSIONS, *HANDOFF_FIELDS)}
     chat["messages"] = messages_of(body.input, body.instructions)
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["tools"] = None if body.tools is None else [_tool(tool) for tool in body.tools]

@@ -1,0 +1,106 @@
+"""The processes of replicas: which of them are to run, how they start, and how those end that are not to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
+
+from specmamba.errors import ReplicaLostError
+from specmamba.replicas.replica_launch import Launch, ReplicaTask
+from specmamba.replicas.replica_process import ReadyReplica, ReplicaProcess
+
+logger = logging.getLogger("specmamba")
+
+
+class ReplicaFleet:
+    """Replicas by index. Used by one thread; each process is started, and started again, on a thread of its own."""
+
+    def __init__(self, tasks: Sequence[ReplicaTask], launch: Launch) -> None:
+        """``tasks``: one for each replica that there can be; none is started yet."""
+        self._tasks = {task.index: task for task in tasks}
+        self._launch = launch
+        self._on: dict[int, ReplicaProcess] = {}
+        self._ending: dict[int, ReplicaProcess] = {}
+        self._gone: dict[int, str] = {}  # of those that are on: they cannot be started, and why
+        self.arrivals: SimpleQueue[ReadyReplica | str] = SimpleQueue()  # ready ones, and why others do not come
+        self._on_end: Callable[[Exception], None] | None = None
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """All replicas that there can be."""
+        return sorted(self._tasks)
+
+    @property
+    def on(self) -> Collection[int]:
+        """Those that run, start, or wait to be started again."""
+        return [index for index in self._on if index not in self._gone]
+
+    def reason(self, index: int) -> str | None:
+        """Why a replica cannot be started; None: it can."""
+        return self._gone.get(index)
+
+    def is_ending(self, index: int) -> bool:
+        """Whether the process of a replica that is off still ends."""
+        return index in self._ending and not self._ending[index].has_ended
+
+    def start(self, index: int) -> None:
+        """Start a replica that is not on, when the process of its last time has ended."""
+        self._on.pop(index, None)
+        self._gone.pop(index, None)
+        before = self._ending.pop(index, None)
+        task = self._tasks[index]
+        self._on[index] = ReplicaProcess(task, self.arrivals.put, self._tell_gone, self._launch, before)
+
+    def retire(self, index: int, at_once: bool) -> None:
+        """Start a replica no more. Its process ends with its connection, or is killed after a time or ``at_once``."""
+        process = self._on.pop(index, None)
+        self._gone.pop(index, None)
+        if process is not None:
+            self._ending[index] = process
+            process.retire(at_once)
+
+    def has(self, ready: ReadyReplica) -> bool:
+        """Whether a replica that has become ready is one that is to run."""
+        return ready.index in self._on and self._on[ready.index].has(ready.pid)
+
+    def kill(self, index: int, pid: int) -> None:
+        """Kill a process that is lost; its thread starts it again, unless it was retired."""
+        process = self._on.get(index) or self._ending.get(index)
+        if process is not None:
+            process.kill(pid)
+
+    @property
+    def loss(self) -> ReplicaLostError | None:
+        """Why there is no replica any more; None: one runs, or comes back."""
+        if not self._on or self.on:
+            return None
+        return ReplicaLostError(next(iter(self._gone.values())))
+
+    def _tell_gone(self, index: int, reason: str) -> None:
+        """Note, on the thread of a replica, that it does not come back."""
+        text = f"replica {index} cannot be started: {reason}"
+        logger.error("%s", text)
+        self._gone[index] = text
+        self.arrivals.put(text)
+        if self._on_end is not None and self.loss is not None:
+            self._on_end(ReplicaLostError(text))
+
+    def when_none_is_left(self, callback: Callable[[Exception], None]) -> None:
+        """Call a function, from another thread, when no replica is left and none can be started."""
+        self._on_end = callback
+
+    def start_no_more(self) -> None:
+        """Let the end of each process be the last one."""
+        for process in self._on.values():
+            process.start_no_more()
+
+    def close(self) -> None:
+        """Wait until all processes have ended; those that take long are killed."""
+        for process in [*self._on.values(), *self._ending.values()]:
+            process.close()
+
+    def abandon(self) -> None:
+        """End all processes at once."""
+        for process in [*self._on.values(), *self._ending.values()]:
+            process.abandon()
