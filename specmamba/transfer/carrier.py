@@ -69,9 +69,10 @@ class Window:
 class Windows:
     """The registered memory of a process, in pieces of one size. Several threads may call."""
 
-    def __init__(self, carrier: Carrier, count: int = NUM_WINDOWS, nbytes: int = WINDOW_BYTES) -> None:
-        """Allocate the memory, which stays until the process ends: a transfer may go on when its connection is gone."""
+    def __init__(self, carrier: Carrier) -> None:
+        """Allocate the memory, and register it for good: a transfer may go on when its connection is gone."""
         self.carrier = carrier
+        count, nbytes = NUM_WINDOWS, WINDOW_BYTES
         self._memory = np.zeros(count * nbytes, dtype=np.uint8)
         carrier.register(self._memory)
         first = self._memory.ctypes.data

@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -29,19 +32,25 @@ class NixlCarrier:
 
     def __init__(self) -> None:
         """Start an agent. Raises ConfigError: the library is missing, or does not work."""
+        flag = "--disaggregation-transfer-backend nixl"
         try:
             api = import_module("nixl._api")
-            mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            self._agent = api.nixl_agent(
-                f"specmamba-{secrets.token_hex(16)}", api.nixl_agent_config(backends=[BACKEND], sync_mode=mode)
-            )
-        except Exception as error:  # the library has errors of its own
+        except ImportError as error:
             raise ConfigError(
-                f"--disaggregation-transfer-backend nixl: its library cannot be used ({error}): pip install "
-                "'specmamba[nixl]', or choose tcp"
+                f"{flag}: its library cannot be loaded ({error}): pip install 'specmamba[nixl]', or choose tcp"
             ) from None
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output
+        mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        try:
+            with _errors():
+                self._agent = api.nixl_agent(
+                    f"specmamba-{secrets.token_hex(16)}", api.nixl_agent_config(backends=[BACKEND], sync_mode=mode)
+                )
+        except LinkError:
+            raise ConfigError(f"{flag}: its agent does not start (its own lines say more): choose tcp") from None
         if BACKEND not in self._agent.backends:
-            raise ConfigError(f"--disaggregation-transfer-backend nixl: it has no {BACKEND} backend here: choose tcp")
+            raise ConfigError(f"{flag}: it has no {BACKEND} backend here: choose tcp")
         self._address = ""
         self._lock = threading.Lock()  # guards the two fields below
         self._agents: dict[str, str] = {}  # names of others' agents by their addresses
@@ -60,17 +69,15 @@ class NixlCarrier:
     def read(self, address: str, remote: int, local: int, nbytes: int, deadline: float) -> None:
         """As ``Carrier.read``."""
         try:
-            agent = self._agent_at(address)
-            descriptions = [self._agent.get_xfer_descs([(place, nbytes, 0)], "DRAM") for place in (local, remote)]
-            transfer = self._agent.initialize_xfer("READ", *descriptions, agent)
-            state = self._agent.transfer(transfer)
-        except LinkError:
+            with _errors():
+                agent = self._agent_at(address)
+                descriptions = [self._agent.get_xfer_descs([(place, nbytes, 0)], "DRAM") for place in (local, remote)]
+                transfer = self._agent.initialize_xfer("READ", *descriptions, agent)
+                self._wait(transfer, self._agent.transfer(transfer), deadline)
+        except LinkError as error:
+            if error.reason == "cut":
+                self._forget(address)
             raise
-        except Exception as error:  # the library has errors of its own
-            logger.warning("a handoff by NIXL has failed: %s", error)
-            self._forget(address)
-            raise LinkError("cut") from None
-        self._wait(transfer, state, deadline, address)
 
     def close(self) -> None:
         """As ``Carrier.close``: the agent ends with the process, since others may still read."""
@@ -92,23 +99,31 @@ class NixlCarrier:
         with self._lock:
             name = self._agents.pop(address, None)
         if name is not None:
-            try:
+            with suppress(LinkError), _errors():  # it is gone
                 self._agent.remove_remote_agent(name)
-            except Exception as error:  # it is gone
-                logger.debug("NIXL: %s", error)
 
-    def _wait(self, transfer: Any, state: str, deadline: float, address: str) -> None:
+    def _wait(self, transfer: Any, state: str, deadline: float) -> None:
         while state == "PROC":
             if time.monotonic() > deadline:
                 with self._lock:
-                    self._late.append(transfer)  # whose memory is kept as long as that of its window
+                    self._late.append(
+                        transfer
+                    )  # it may still write, so its memory is that of a window that is given up
                 raise LinkError("slow")
             time.sleep(POLL_S)
-            try:
-                state = self._agent.check_xfer_state(transfer)
-            except Exception:  # the other side is gone
-                state = "ERR"
+            state = self._agent.check_xfer_state(transfer)
         self._agent.release_xfer_handle(transfer)
         if state != "DONE":
-            self._forget(address)
             raise LinkError("cut")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn the library's errors, which have no base of their own, into LinkError "cut"."""
+    try:
+        yield
+    except LinkError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        logger.warning("a handoff by NIXL has failed: %s", error)
+        raise LinkError("cut") from None

@@ -83,9 +83,9 @@ def free_port() -> int:
 
 
 def start_master(folder: Path) -> Master:
-    import mooncake
-
-    program = Path(str(mooncake.__file__)).parent / "mooncake_master"
+    spec = find_spec("mooncake.store")
+    assert spec is not None
+    program = Path(str(spec.origin)).with_name("mooncake_master")
     program.chmod(0o755)
     port, metrics = free_port(), free_port()
     command = [str(program), f"--rpc_port={port}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1"]
@@ -260,7 +260,7 @@ def test_flags_that_cannot_work_are_refused(place: Place, tmp_path: Path) -> Non
         new_llm(None, **{**place.flags, "hicache_storage_key_file": None})
     with pytest.raises(ConfigError, match="cannot be read"):
         new_llm(None, **{**place.flags, "hicache_storage_key_file": tmp_path / "none"})
-    with pytest.raises(ConfigError, match="needs --hicache-storage-backend mooncake"):
+    with pytest.raises(ConfigError, match="needs hicache_storage_backend mooncake"):
         new_llm(None, **{**place.flags, "hicache_storage_backend": "file"})
     extra = json.dumps({"master_server_address": f"127.0.0.1:{free_port()}"})
     with pytest.raises(ConfigError, match="no master is reached"):
