@@ -228,7 +228,9 @@ def test_operations_has_every_metric() -> None:
     disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
     handoffs = HandoffStats(1, 1, 0.1, {"slow": 1}, 0)
     split = SplitStats(1, 1, 1)
-    stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, handoffs=handoffs)
+    stats = replace(
+        FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, store=disk, handoffs=handoffs
+    )
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

@@ -21,9 +21,9 @@ from specmamba.cache.tiers.store.object_store import ObjectStore, open_store, re
 from specmamba.cache.tiers.store.store_settings import StoreKeys, StoreSettings
 from specmamba.cache.tiers.store.store_tier import StoreTier
 from specmamba.errors import ConfigError
+from tests.cache.store.memory_store import MemoryStore, StoreMemory, library_on
 from tests.cache.test_disk_tier import LAYOUT, OTHER, SECRET, TEXT, wait_for
 from tests.radix import array
-from tests.store import MemoryStore, StoreMemory, library_on
 
 LONG = tuple(number % 250 for number in range(400))
 KEY = b"signing key of the test"

@@ -27,10 +27,10 @@ from specmamba.cache.tiers.store import object_store
 from specmamba.cache.tiers.store.store_tier import StoreTier
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.errors import ConfigError
+from tests.cache.store.memory_store import StoreMemory, library_on
 from tests.cache.test_disk_exact import Tokens, new_llm, run, tiers, without_cache
 from tests.cache.test_prefix_exact import check_pools
 from tests.drafts import DRAFTS
-from tests.store import StoreMemory, library_on
 
 LENDER = """
 import sys
