@@ -113,8 +113,15 @@ class NixlCarrier:
             time.sleep(POLL_S)
             state = self._agent.check_xfer_state(transfer)
         self._agent.release_xfer_handle(transfer)
+        with self._lock:
+            self._late = [late for late in self._late if self._runs(late)]
         if state != "DONE":
             raise LinkError("cut")
+
+    def _runs(self, transfer: Any) -> bool:
+        with suppress(LinkError), _errors():
+            return bool(self._agent.check_xfer_state(transfer) == "PROC")
+        return False
 
 
 @contextmanager

@@ -205,6 +205,19 @@ def test_two_engines_share_a_store(place: Place, prompt: Tokens) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_what_host_memory_holds_is_stored_at_the_end(place: Place, prompt: Tokens) -> None:
+    flags = {**place.flags, "hicache_write_policy": "write_back", "hicache_size": 0.02}
+    with new_llm(None, **flags) as llm:
+        first = run(llm, prompt)
+        llm.engine.cache_manager.cache.evict_states(64)  # into host memory
+        assert stats(llm).writes == 0
+    with new_llm(None, **place.flags) as llm:
+        again = run(llm, prompt)
+        assert (again.token_ids, again.spec, again.num_cached_tokens) == (first.token_ids, first.spec, len(prompt) - 1)
+        assert stats(llm).hits == 1
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_a_master_that_goes_while_requests_run(place: Place, prompt: Tokens, prompts: list[Tokens]) -> None:
     cold = without_cache("chain", prompt)
     other = prompts[3][:60]

@@ -13,7 +13,8 @@ from specmamba.errors import ConfigError
 
 CONNECT_S = 3.0  # to the master, at the start
 RPC_TIMEOUT_MS = 5000  # of a question to the master; the library's own default is half a minute
-_NO_SPACE = (-200,)  # the library's codes: no memory for the object, here or in the store
+# the library's codes:
+_NO_SPACE = (-101, -200)  # no process lends memory to the store; no memory for the object, here or in the store
 _NO_MASTER = (-900, -901)  # a call to the master has failed, or taken too long
 
 StoreFault = Literal["unreachable", "store_full", "failed"]

@@ -271,8 +271,8 @@ class StoreTier(ThreadedTier):
             if time.monotonic() >= self._retry_at + RETRY_S:  # once, not every RETRY_S
                 logger.warning("--hicache-storage-backend: %s is not reached: %s", self._place, error)
             self._retry_at = time.monotonic() + RETRY_S
-        else:
-            logger.warning("a prefix in the store cannot be read: %s", error)
+        elif error.fault == "failed":  # a store that is full is no news, and counted
+            logger.warning("a prefix cannot be read from the store, or written: %s", error)
 
     # ---- on the writer's thread --------------------------------------------------------------------------------------
 
