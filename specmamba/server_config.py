@@ -42,8 +42,8 @@ def _checked_shared_key(key: SecretStr) -> SecretStr:
 
 
 def _own_transport(name: object) -> object:
-    if name in ("nixl", "mooncake", "mori", "ascend", "fake"):
-        raise ValueError(f"prompts go over TCP here, and {name} is not supported: choose tcp, or drop the flag")
+    if name in ("mori", "ascend", "fake"):
+        raise ValueError(f"{name} is not supported: choose tcp, nixl or mooncake, or drop the flag")
     return name
 
 
@@ -137,7 +137,9 @@ class ServerConfig(EngineConfig):
         Field(ge=0, le=65535, description="port from which a prefill server hands prompts over, at --host; 0: any"),
     ] = 8998
     disaggregation_transfer_backend: Annotated[
-        Literal["tcp"], BeforeValidator(_own_transport), Field(description="how prompts are handed over")
+        Literal["tcp", "nixl", "mooncake"],
+        BeforeValidator(_own_transport),
+        Field(description="what brings KV and states; tcp: the connection that brings all else"),
     ] = "tcp"
     disaggregation_key: Annotated[
         Annotated[SecretStr, AfterValidator(_checked_shared_key)] | None,
@@ -283,7 +285,7 @@ class ServerConfig(EngineConfig):
     def exposed_key_files(self) -> list[Path]:
         """The files of keys that other users of the machine may read."""
         exposed = stat.S_IRGRP | stat.S_IROTH
-        given = self.api_key_file, self.admin_key_file, self.disaggregation_key_file
+        given = self.api_key_file, self.admin_key_file, self.disaggregation_key_file, self.hicache_storage_key_file
         files = [file for file in given if file is not None and file.is_file()]
         return [file for file in files if file.stat().st_mode & exposed]
 

@@ -122,7 +122,8 @@ class FakeStats:
     prefix_cache: CacheStats = CACHE_STATS
     split: SplitStats | None = None  # None: pools of fixed sizes
     host: TierStats | None = None  # None: no prefixes in host memory,
-    disk: TierStats | None = None  # or on disk
+    disk: TierStats | None = None  # or on disk,
+    store: TierStats | None = None  # or in a store
     handoffs: HandoffStats | None = None
     replicas: ReplicaStats | None = None
 

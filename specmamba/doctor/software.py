@@ -53,6 +53,10 @@ EXTRAS = {
         ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "--otlp-traces-endpoint"
     ),
     "scale": Extra(("ray",), "replicas on several machines, by Ray Serve"),
+    "mooncake": Extra(
+        ("mooncake-transfer-engine-non-cuda",), "prefixes in a store that several machines share; handoffs"
+    ),
+    "nixl": Extra(("nixl",), "prompts that are handed over by NIXL"),
     "compiler": Extra(("ziglang",), "native kernels on a machine without a C++ compiler"),
 }
 

@@ -17,7 +17,7 @@ from specmamba.cache.memory import free_memory, plan_memory
 from specmamba.cache.memory.elastic import elastic_chunk
 from specmamba.cache.prefix.inspection import View
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
-from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_disk_folder
+from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_storage
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, DraftView, Handoff, OutputDelta, Owner
@@ -98,7 +98,7 @@ class Engine:
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = self._memory_budget(config)
         require_target(folder)
-        require_disk_folder(config)  # before what takes long
+        require_storage(config)  # before what takes long
         self.tokenizer = load_tokenizer(folder, config.skip_tokenizer_init)
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device, ranks=self.ranks)

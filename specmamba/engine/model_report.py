@@ -322,11 +322,14 @@ def describe_engine(
 
 
 def _describe_tiers(config: EngineConfig) -> dict[str, object]:
-    """Return the settings of prefixes below the pools; those of the disk only where there is one."""
+    """Return the settings of prefixes below the pools; those of disk or store only where there is one."""
     names = ("hicache_ratio", "hicache_size")
     host: dict[str, object] = {name: value for name in names if (value := getattr(config, name))}
-    if host or config.hicache_storage_dir is not None:
+    has_store = config.hicache_storage_backend == "mooncake"
+    if host or has_store or config.hicache_storage_dir is not None:
         host["hicache_state_dtype"] = config.hicache_state_dtype
+    if has_store:
+        host |= {"hicache_storage_backend": "mooncake", "hicache_write_policy": config.hicache_write_policy}
     if config.hicache_storage_dir is None:
         return host
     return host | {

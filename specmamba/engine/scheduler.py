@@ -80,7 +80,8 @@ class EngineStats:
     split: SplitStats | None = None  # None: the pools keep their sizes
     sizing: SizingStats | None = None  # None: the size of drafts is fixed
     host: TierStats | None = None  # None: no prefixes are in host memory,
-    disk: TierStats | None = None  # or on disk
+    disk: TierStats | None = None  # or on disk,
+    store: TierStats | None = None  # or in a store of several machines
     draft_texts: DraftTextStats | None = None  # None: drafts are not copied from suffix automata
     handoffs: HandoffStats | None = None  # None: prefill and decode are not apart
     replicas: ReplicaStats | None = None  # None: requests run in this process
@@ -256,6 +257,7 @@ class Scheduler:
             split=None if pools.split is None else pools.split.stats,
             host=tiers.get("host"),
             disk=tiers.get("disk"),
+            store=tiers.get("store"),
         )
 
     def stats_of(self, tenant: str | None, spec: SpecStats) -> TenantStats:

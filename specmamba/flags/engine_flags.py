@@ -46,6 +46,9 @@ class EngineFlags(TypedDict, total=False):
     enable_hierarchical_cache: bool
     hicache_ratio: float | None
     hicache_size: float
+    hicache_storage_backend: Literal["file", "mooncake"]
+    hicache_storage_backend_extra_config: str | None
+    hicache_storage_key_file: str | Path | None
     hicache_storage_dir: str | Path | None
     hicache_storage_size: float
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -23,10 +23,18 @@ GPU_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-# Flags that mean nothing without prefixes on disk, and without a prefix cache.
-DISK_FLAGS = ("hicache_storage_size", "hicache_write_policy")
-PLACE_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_storage_dir")
-TIER_FLAGS = (*PLACE_FLAGS, "hicache_state_dtype", *DISK_FLAGS)
+# Flags that mean nothing without prefixes in a store, of host memory, and those that need a prefix cache.
+STORE_FLAGS = ("hicache_storage_key_file", "hicache_storage_backend_extra_config")
+HOST_FLAGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size")
+TIER_FLAGS = (
+    *HOST_FLAGS,
+    "hicache_storage_dir",
+    "hicache_storage_backend",
+    "hicache_state_dtype",
+    "hicache_storage_size",
+    "hicache_write_policy",
+    *STORE_FLAGS,
+)
 PREFIX_CACHE_FLAGS = (
     "mamba_radix_cache_strategy",
     "mamba_track_interval",
@@ -200,6 +208,19 @@ class ModelFlags(CommandLine):
     hicache_size: Annotated[
         float, Field(ge=0, le=1 << 20, description="GiB of host memory for prefixes; 0: by --hicache-ratio")
     ] = 0.0
+    hicache_storage_backend: Annotated[
+        Literal["file", "mooncake"],
+        Field(
+            description="where prefixes outlive the process: in the folder of --hicache-storage-dir, or in a Mooncake "
+            "Store that several machines share"
+        ),
+    ] = "file"
+    hicache_storage_backend_extra_config: Annotated[
+        str | None, Field(description="mooncake: a JSON object that says where the store is: master_server_address ...")
+    ] = None
+    hicache_storage_key_file: Annotated[
+        Path | None, Field(description="mooncake: a file that holds the key of all servers that share prefixes")
+    ] = None
     hicache_storage_dir: Annotated[
         Path | None, Field(description="a folder for prefixes that memory has no room for and that outlive the process")
     ] = None
@@ -209,13 +230,13 @@ class ModelFlags(CommandLine):
     hicache_write_policy: Annotated[
         Literal["write_through", "write_through_selective", "write_back"],
         Field(
-            description="when a prefix is written to disk: as soon as it is cached, when a request hits it, or when it "
-            "leaves the memory and at the end"
+            description="when a prefix is written to disk or the store: as soon as it is cached, when a request hits "
+            "it, or when it leaves the memory and at the end"
         ),
     ] = "write_through"
     hicache_state_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
-        Field(description="type of recurrent states in host memory and on disk; those in a state pool of 16 bits stay"),
+        Field(description="type of recurrent states in these places; those in a state pool of 16 bits stay"),
     ] = "float32"
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"],
@@ -262,10 +283,10 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
         return f"{', '.join(given)}: this needs the prefix cache: drop it, or --disable-radix-cache"
     if config.disable_radix_cache and config.schedule_policy == "lpm":
         return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
-    if config.hicache_storage_dir is None and (given := is_given(*DISK_FLAGS)):
-        return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
+    if (problem := _storage_problem(config, is_given)) is not None:
+        return problem
     if (stored := config.hicache_state_dtype) != "float32":
-        if not any(getattr(config, name) for name in PLACE_FLAGS):
+        if not _outlives(config) and not any(getattr(config, name) for name in HOST_FLAGS):
             return "--hicache-state-dtype: this needs a place below the pools: --hicache-storage-dir or --hicache-size"
         if config.mamba_ssm_dtype not in ("float32", stored):
             return f"--hicache-state-dtype {stored}: the state pool has {config.mamba_ssm_dtype}: drop one of them"
@@ -275,6 +296,28 @@ def _prefix_cache_problem(config: ModelFlags) -> str | None:
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
     if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):
         return "--schedule-max-overtakes needs --schedule-policy lpm"
+    return None
+
+
+def _outlives(config: ModelFlags) -> bool:
+    """Whether prefixes have a place that outlives the process."""
+    return config.hicache_storage_dir is not None or config.hicache_storage_backend == "mooncake"
+
+
+def _storage_problem(config: ModelFlags, is_given: Callable[..., list[str]]) -> str | None:
+    """Return what is wrong with the flags of that place, likewise; ``is_given`` returns the flags of names."""
+    store = "--hicache-storage-backend mooncake"
+    if config.hicache_storage_backend == "mooncake":
+        if given := is_given("hicache_storage_dir", "hicache_storage_size"):
+            return f"{', '.join(given)}: this is for prefixes on disk: drop it, or {store}"
+        if config.hicache_storage_key_file is None:
+            return f"{store}: the servers that share prefixes need one key, by --hicache-storage-key-file"
+    elif given := is_given(*STORE_FLAGS):
+        return f"{', '.join(given)}: this needs {store}"
+    if config.hicache_storage_dir is None and (given := is_given("hicache_storage_size")):
+        return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk"
+    if not _outlives(config) and (given := is_given("hicache_write_policy")):
+        return f"{', '.join(given)}: this needs --hicache-storage-dir, a folder for prefixes on disk, or {store}"
     return None
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specmamba.cache.prefix.node import Node, text_of
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
+from specmamba.cache.tiers.tier import Tier, TierName
 from specmamba.replicas.published_entries import TierIdentity, lines_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class PrefixPublisher:
         gone = [self._told.pop(node) for node in [node for node in self._told if node not in now]]
         left = {node: self._digest(node) for node in now if node not in self._told}
         self._told |= left
-        tiers = {tier.name: lines_of(tier.changes(MOST_CHANGES)) for tier in self._tiers}
+        tiers = {_place_of(tier): lines_of(tier.changes(MOST_CHANGES)) for tier in self._tiers}
         self.has_more = any(len(lines) == MOST_CHANGES for lines in tiers.values())
         return {"left": list(left.values()), "gone": gone, **{name: lines for name, lines in tiers.items() if lines}}
 
@@ -54,4 +55,9 @@ def identity_of(engine: Engine) -> dict[str, Any] | None:
     if tiers is None or tiers.secret is None:
         return None
     identity = TierIdentity(tiers.secret, tiers.transfer.layout.fingerprint)
-    return {**identity.message(), "has_folder": any(tier.name == "disk" for tier in tiers.tiers)}
+    return {**identity.message(), "has_folder": any(_place_of(tier) == "disk" for tier in tiers.tiers)}
+
+
+def _place_of(tier: Tier) -> TierName:
+    """The name of its place for the server: a store is shared by replicas as a folder is, and stands in its place."""
+    return "disk" if tier.name == "store" else tier.name

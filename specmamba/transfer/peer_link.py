@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from specmamba.cache.tiers.tier_stats import TierMiss
 
 GREETING = b"SPMLINK1"
 NONCE_BYTES = PROOF_BYTES = 32
-MAX_MESSAGE_BYTES = 4096
+MAX_MESSAGE_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 
 
@@ -139,19 +139,29 @@ class PeerLink:
                 return message
         raise LinkError("damaged")
 
-    def send_entry(self, entry: Entry) -> None:
+    def send_entry(self, entry: Entry, send_parts: Callable[[list[memoryview]], None] | None = None) -> None:
         """Send an entry with its state: the header, KV, the state, and the signature of the header.
 
-        The header has the digests of KV and state, so the signature is that of all.
+        The header has the digests of KV and state, so the signature is that of all. ``send_parts`` sends KV and state
+        in another way.
         """
         header, *parts = encode(entry)
-        for part in (header, *parts):
-            self.write(part)
+        self.write(header)
+        if send_parts is not None:
+            send_parts(parts)
+        else:
+            for part in parts:
+                self.write(part)
         self.write(self._signer.of_sent(header))
 
-    def read_entry(self, layout: EntryLayout, max_tokens: int) -> Entry:
-        """Read an entry of this layout and at most so many tokens; the reasons of codec.EntryError are added."""
-        stream = _Recorded(self)
+    def read_entry(
+        self, layout: EntryLayout, max_tokens: int, readinto: Callable[[memoryview], int] | None = None
+    ) -> Entry:
+        """Read an entry of this layout and at most so many tokens; the reasons of codec.EntryError are added.
+
+        ``readinto`` reads KV and state, where they come in another way.
+        """
+        stream = _Recorded(self, readinto or self.readinto)
         try:
             entry = read_entry(stream, layout, max_tokens)
         except EntryError as error:
@@ -214,9 +224,9 @@ class PeerLink:
 class _Recorded:
     """A stream that remembers what is read of it before the parts that are read into memory: the header."""
 
-    def __init__(self, link: PeerLink) -> None:
+    def __init__(self, link: PeerLink, readinto: Callable[[memoryview], int]) -> None:
         self.header = bytearray()
-        self.readinto = link.readinto
+        self.readinto = readinto
         self._read = link.read
 
     def read(self, size: int, /) -> bytes:

@@ -98,6 +98,9 @@ class RemoteTier:
 
     # ---- for PrefixTiers ---------------------------------------------------------------------------------------------
 
+    def look(self, text: PrefixHasher) -> None:
+        """Do nothing: ``find`` knows what is expected."""
+
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the prompt that this text is, if one is expected."""
         if not self._expected:

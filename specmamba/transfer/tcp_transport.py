@@ -1,4 +1,4 @@
-"""Handoffs over TCP: a thread for each connection, on either side."""
+"""Handoffs over TCP: a thread for each connection, on either side. A carrier may bring the bytes of KV and states."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from specmamba.cache.tiers.entry import Entry, EntryLayout
 from specmamba.cache.tiers.tier_stats import REMOTE_MISSES
 from specmamba.errors import EngineStoppedError
+from specmamba.transfer.carrier import Arriving, Carrier, Windows, send_parts
 from specmamba.transfer.leases import Leases
 from specmamba.transfer.peer_link import LinkError, PeerLink
 from specmamba.transfer.wanted import Source, Wanted
@@ -27,17 +29,19 @@ TICK_S = 0.25  # between two looks for leases that are too old
 class TcpConnection:
     """``Connection`` over a link."""
 
-    def __init__(self, link: PeerLink) -> None:
-        self._link, self._deadline = link, link.deadline
+    def __init__(self, link: PeerLink, windows: Windows | None = None) -> None:
+        self._link, self._deadline, self._windows = link, link.deadline, windows
+        self._address: str | None = None  # of the other side's carrier
 
     def poll(self, wanted: Wanted) -> None:
         """As ``Connection.poll``; without a sign of life for ``HELLO_S`` the other side counts as gone."""
-        self._link.send({"do": "pull", **wanted.message()})
+        self._link.send({"do": "pull", **wanted.message(), "by": _name_of(self._windows)})
         while True:
             self._link.deadline = min(self._deadline, time.monotonic() + HELLO_S)
             answer = self._link.receive()
             if answer.get("state") == "ready":
                 self._link.deadline = self._deadline
+                self._address = answer.get("address")
                 return
             if answer.get("state") != "waiting":
                 reason = answer.get("reason")
@@ -45,10 +49,21 @@ class TcpConnection:
 
     def read(self, wanted: Wanted, layout: EntryLayout) -> Entry:
         """As ``Connection.read``."""
-        entry = self._link.read_entry(layout, wanted.end - wanted.start)
+        entry = self._read(wanted.end - wanted.start, layout)
         if (entry.key.hex(), entry.start, entry.end) != (wanted.text, wanted.start, wanted.end):
             raise LinkError("damaged")
         return entry
+
+    def _read(self, num_tokens: int, layout: EntryLayout) -> Entry:
+        if self._windows is None:
+            return self._link.read_entry(layout, num_tokens)
+        if not isinstance(self._address, str):
+            raise LinkError("damaged")
+        arriving = Arriving(self._link, self._windows, self._address)
+        try:
+            return self._link.read_entry(layout, num_tokens, arriving.readinto)
+        finally:
+            arriving.close()
 
     def abort(self, room: int) -> None:
         """As ``Connection.abort``."""
@@ -66,14 +81,21 @@ class TcpConnection:
 class TcpTransport:
     """``Transport`` over TCP sockets."""
 
-    def __init__(self, key: bytes, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self, key: bytes, listener: socket.socket | None = None, carrier: Callable[[], Carrier] | None = None
+    ) -> None:
         """Serve nothing yet.
 
         Args:
             key: that both sides know.
             listener: listens where decode servers connect; closed with the transport. None: nothing is served.
+            carrier: makes what brings KV and states; both sides have one of its kind. None: they go over TCP.
+
+        Raises:
+            ConfigError: the carrier's library is missing, or does not work.
         """
         self._key, self._listener = key, listener
+        self._windows = None if carrier is None else Windows(carrier())
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._copies = threading.BoundedSemaphore(MAX_COPIES)
         self._is_closed = self._has_refused = False
@@ -98,7 +120,7 @@ class TcpTransport:
         hello = min(deadline, time.monotonic() + HELLO_S)
         link = PeerLink.connect(source.host, source.port, self._key, hello)
         link.deadline = deadline
-        return TcpConnection(link)
+        return TcpConnection(link, self._windows)
 
     def close(self) -> None:
         """As ``Transport.close``. Connections end by themselves: their leases are over."""
@@ -107,6 +129,8 @@ class TcpTransport:
             self._thread.join(2 * TICK_S)
         if self._listener is not None:
             self._listener.close()
+        if self._windows is not None:
+            self._windows.carrier.close()
 
     # ---- threads of a prefill server ---------------------------------------------------------------------------------
 
@@ -152,6 +176,8 @@ class TcpTransport:
             return
         wanted = Wanted.of(message)
         try:
+            if message.get("by") != _name_of(self._windows):
+                raise LinkError("format")
             self._send(link, wanted, leases)
         except LinkError as error:
             leases.counts.fail(error.reason)
@@ -171,11 +197,18 @@ class TcpTransport:
             link.send({"state": "waiting"})
         try:
             entry = self._pull(link, wanted, leases)
-            link.send({"state": "ready"})
-            link.send_entry(entry)
+            self._send_entry(link, entry)
         finally:
             self._copies.release()
         leases.counts.add(entry.nbytes, time.monotonic() - began)
+
+    def _send_entry(self, link: PeerLink, entry: Entry) -> None:
+        if (windows := self._windows) is None:
+            link.send({"state": "ready"})
+            link.send_entry(entry)
+            return
+        link.send({"state": "ready", "address": windows.carrier.address})
+        link.send_entry(entry, lambda parts: send_parts(link, windows, parts))
 
     def _pull(self, link: PeerLink, wanted: Wanted, leases: Leases) -> Entry:
         """Get the prompt out of the pools, which the engine does between two of its steps."""
@@ -187,3 +220,7 @@ class TcpTransport:
                 link.send({"state": "waiting"})
             except EngineStoppedError:
                 raise LinkError("vanished") from None
+
+
+def _name_of(windows: Windows | None) -> str | None:
+    return None if windows is None else windows.carrier.name

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.tiers import disk_tier
+from specmamba.cache.tiers import threaded_tier
 from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.cache.tiers.tier_stats import TierStats
@@ -314,7 +314,7 @@ def test_loads_wait_for_each_other_where_they_would_hold_too_much(
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     expected = [output.token_ids for output in llm.generate(chosen, params)]
     forget(llm)
-    monkeypatch.setattr(disk_tier, "MAX_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(threaded_tier, "MAX_BYTES_IN_FLIGHT", 1)
     most, before = 0, stats(llm)
     for number, text in enumerate(chosen):
         llm.engine.add_request(str(number), text, params)

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specmamba.cache.tiers import disk_tier
+from specmamba.cache.tiers import disk_tier, threaded_tier
 from specmamba.cache.tiers import tier as tier_module
 from specmamba.cache.tiers.codec import encoded_bytes
 from specmamba.cache.tiers.disk_tier import DiskTier
@@ -208,7 +208,7 @@ def test_the_oldest_leaf_makes_room(new_tier: NewTier) -> None:
 
 def test_what_is_used_in_memory_stays_on_disk(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A beginning that many texts have is seldom loaded, since it is in memory; it is used all the same."""
-    monkeypatch.setattr(disk_tier, "TOUCH_INTERVAL_NS", 0)
+    monkeypatch.setattr(threaded_tier, "TOUCH_INTERVAL_NS", 0)
     tier = new_tier(max_bytes=1400)
     put(tier, TEXT[:30])
     put(tier, tuple(range(30)))
@@ -371,7 +371,7 @@ def test_what_waits_to_be_written_is_loaded_from_memory(new_tier: NewTier, monke
 
 
 def test_a_disk_that_hangs_delays_one_request(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (disk_tier, tier_module):
+    for module in (threaded_tier, tier_module):
         monkeypatch.setattr(module, "MAX_LOAD_S", 0.05)
     tier, answers = new_tier(), threading.Event()
     put(tier, TEXT[:50])

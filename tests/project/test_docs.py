@@ -230,8 +230,8 @@ def test_operations_has_every_metric() -> None:
     handoffs = HandoffStats(1, 1, 0.1, {"slow": 1}, 0)
     split = SplitStats(1, 1, 1)
     replicas = ReplicaStats({"ready": 2}, 0, 1, 0)
-    stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, handoffs=handoffs)
-    stats = replace(stats, replicas=replicas)
+    stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, store=disk)
+    stats = replace(stats, handoffs=handoffs, replicas=replicas)
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

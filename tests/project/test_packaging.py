@@ -199,7 +199,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     requirements = [
         *project["dependencies"],
-        *(line for name in ("gpu", "bench", "grammar", "otel", "scale") for line in extras[name]),
+        *(line for name in ("gpu", "bench", "grammar", "otel", "scale", "mooncake", "nixl") for line in extras[name]),
     ]
     declared = {re.split(r"[<>=!~\[; ]", line)[0].lower().replace("_", "-") for line in requirements}
     declared.add("pydantic-core")  # pydantic itself requires exactly one version of it

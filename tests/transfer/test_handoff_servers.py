@@ -249,8 +249,8 @@ def test_hosts_that_are_named_may_be_asked() -> None:
         ({"disaggregation_mode": "decode", "disaggregation_key": KEY, "tp_size": 2}, "--tp-size 2"),
         ({"disaggregation_mode": "decode", "disaggregation_key": KEY, "dp_size": 2}, "--dp-size 2"),
         ({"disaggregation_mode": "prefill", "disaggregation_key": KEY, "disable_radix_cache": True}, "prefix cache"),
-        ({"disaggregation_transfer_backend": "nixl"}, "nixl is not supported"),
-        ({"disaggregation_transfer_backend": "mooncake"}, "mooncake is not supported"),
+        ({"disaggregation_transfer_backend": "mori"}, "mori is not supported"),
+        ({"disaggregation_transfer_backend": "nixl"}, "--disaggregation-mode prefill or decode"),
         ({"disaggregation_timeout": 3.0}, "--disaggregation-mode"),
         (
             {"disaggregation_mode": "prefill", "disaggregation_key": KEY, "disaggregation_prefill_hosts": "a"},

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
-from specmamba.cache.tiers.entry import Buffers, Entry, EntryLayout
+from specmamba.cache.tiers.entry import Entry, EntryLayout
 from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
-from specmamba.cache.tiers.entry_index import Change, EntryIndex, Name, Stored
-from specmamba.cache.tiers.mover import Mover
+from specmamba.cache.tiers.entry_index import Name, Stored
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
-from specmamba.cache.tiers.tier import MAX_LOAD_S, Load, TierName, WritePolicy
-from specmamba.cache.tiers.tier_stats import LostWrite, TierCounts, TierMiss, TierStats
+from specmamba.cache.tiers.threaded_tier import CLOSE_S, ThreadedTier
+from specmamba.cache.tiers.tier import Load, WritePolicy
+from specmamba.cache.tiers.tier_stats import LostWrite, TierMiss, TierStats
 
 logger = logging.getLogger("specmamba")
 
-MAX_BYTES_IN_FLIGHT = 512 << 20  # in each direction; a single prefix may be larger
 SCAN_INTERVAL_S = 2.0  # between two looks for what other processes have written
-TOUCH_INTERVAL_NS = 60 * 10**9  # between two notes on a file that it is used
-CLOSE_S = 30.0  # for what is still to be written
 
 
-class DiskTier:
+class DiskTier(ThreadedTier):
     """The entries of one layout in a folder that other processes, and other models, may use too.
 
-    The engine's thread asks and gives; two threads read and write. Whatever is wrong with the disk is counted, and is a
-    miss or a write that is lost.
+    Whatever is wrong with the disk is counted, and is a miss or a write that is lost.
     """
-
-    name: TierName = "disk"
-    outlives = True
 
     def __init__(
         self,
@@ -57,18 +49,10 @@ class DiskTier:
         Raises:
             ConfigError: the folder cannot be used.
         """
-        self.layout, self.policy = layout, policy
+        super().__init__("disk", layout, max_bytes, policy)
         self._folder, self.secret = EntryFolder.open(path)
-        self._max_bytes, self._max_tokens = max_bytes, max_tokens
-        self._index = EntryIndex()
-        self._lock = threading.Lock()  # guards the index, the counts and what is being written
-        self._counts = TierCounts()
-        self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
-        self._reader = Mover("specmamba-disk-reader", 2 * MAX_BYTES_IN_FLIGHT)
-        self._writer = Mover("specmamba-disk-writer", MAX_BYTES_IN_FLIGHT)
-        self._loading = 0  # bytes of loads that are not released
+        self._max_tokens = max_tokens
         self._scanned, self._seen = 0.0, -1
-        self._reads_since: float | None = None  # when the reader's thread began with its newest load
         with suppress(OSError):
             self._folder.remove_leftovers()
         self._scan()
@@ -80,43 +64,6 @@ class DiskTier:
         with self._lock:
             return self._index.find(self.layout.fingerprint, text)
 
-    def has(self, key: bytes) -> bool:
-        """Whether there is an entry of this layout with this key."""
-        with self._lock:
-            return self._index.get((self.layout.fingerprint, key)) is not None
-
-    def held(self) -> list[bytes]:
-        """Return nothing: files are for all processes."""
-        return []
-
-    def get(self, key: bytes) -> Entry | None:
-        """Return None: files are for all processes."""
-        return None
-
-    def forget(self) -> None:
-        """Do nothing: files are for all processes."""
-
-    def changes(self, most: int) -> list[Change]:
-        """Return up to ``most`` entries of this layout that have come or gone since the last calls."""
-        own: list[Change] = []
-        with self._lock:
-            while not own and (changes := self._index.changes(most)):
-                own = [change for change in changes if change[0][0] == self.layout.fingerprint]
-        return own
-
-    def learn(self, keys: Sequence[bytes], timeout_s: float) -> None:
-        """Read the headers of entries that are not known, where their files are there."""
-        unknown = [key for key in keys if not self.has(key)]
-        has_ended = threading.Event()
-
-        def read() -> None:
-            for key in unknown:
-                self._read_unlisted((self.layout.fingerprint, key))
-            has_ended.set()
-
-        if unknown and not self.hangs and self._reader.put(read, 0):
-            has_ended.wait(timeout_s)
-
     def why_absent(self, text: PrefixHasher) -> TierMiss:
         """Return why ``find`` finds nothing: "fingerprint" if other models or settings have entries of the text."""
         with self._lock:
@@ -127,80 +74,6 @@ class DiskTier:
                 if self._index.find(fingerprint, text):
                     return "fingerprint"
         return "absent"
-
-    def note_use(self, chain: Sequence[Stored]) -> None:
-        """Note that entries are in use, though in memory, so that they are not removed for what is used less."""
-        now = time.time_ns()
-        old = [entry for entry in chain if now - entry.used > TOUCH_INTERVAL_NS]
-        for entry in old:
-            entry.used = now
-        if old:
-            self._reader.put(lambda: self._touch(old), 0)
-
-    def load(self, chain: Sequence[Stored], known: int = 0) -> Load | None:
-        """Begin to read a chain; of all entries but the last, KV alone is read. None: loads hold too much memory."""
-        load = Load(chain)
-        if self._loading and self._loading + load.nbytes > MAX_BYTES_IN_FLIGHT and not self.hangs:
-            return None
-        self._loading += load.nbytes
-        if self.hangs or not self._reader.put(lambda: load.end(self._read(load)), load.nbytes):
-            load.end("slow")
-        return load
-
-    def release(self, load: Load) -> None:
-        """Count a load's memory no more, and do not read it if it was not read yet."""
-        load.is_over = True
-        self._loading -= load.nbytes
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the disk does not answer, so that no request should wait for it."""
-        since = self._reads_since
-        return since is not None and time.monotonic() - since > MAX_LOAD_S
-
-    def allocate(self, num_tokens: int, parent: bytes) -> Buffers | None:
-        """Return memory for an entry; None, counted as a lost write: it is too large, or too much waits already."""
-        nbytes = self.layout.entry_bytes(num_tokens)
-        lost: LostWrite | None = "too_large" if nbytes > self._max_bytes else None
-        if lost is None and not self._writer.has_room(nbytes):
-            lost = "busy"
-        if lost is not None:
-            self._lose(lost)
-            return None
-        return self.layout.new_buffers(num_tokens)
-
-    def wait_to_put(self, num_tokens: int, timeout_s: float) -> bool:
-        """Wait until an entry of this size is taken; returns whether it is."""
-        return self._writer.wait(self.layout.entry_bytes(num_tokens), timeout_s)
-
-    def waiting(self) -> set[bytes]:
-        """Return the keys of entries that are not written yet."""
-        with self._lock:
-            return set(self._coming)
-
-    def put(self, entry: Entry) -> None:
-        """Write an entry, soon. It is found from now on."""
-        nbytes = encoded_bytes(entry)
-        sizes = sum(part.nbytes for part in entry.tokens), sum(part.nbytes for part in entry.state or ())
-        stored = Stored(
-            self.layout.fingerprint, entry.key, entry.parent, entry.start, entry.end, *sizes, nbytes, time.time_ns()
-        )
-        with self._lock:
-            self._index.add(stored)
-            self._coming[entry.key] = entry
-        if not self._writer.put(lambda: self._write(entry, stored), entry.nbytes):
-            self._forget(stored)
-            self._lose("busy")
-
-    def count_hit(self, load: Load, num_tokens: int) -> None:
-        """Count a chain that is in the pools now, ``num_tokens`` of which were not before."""
-        with self._lock:
-            self._counts.hit(num_tokens, load.nbytes, time.monotonic() - load.began)
-
-    def count_miss(self, reason: TierMiss) -> None:
-        """Count a request that got nothing."""
-        with self._lock:
-            self._counts.misses[reason] += 1
 
     def stats(self) -> TierStats:
         """Return sizes now and counts since the start."""
@@ -216,10 +89,6 @@ class DiskTier:
             f"{stats.max_bytes / gib:.2f}, {self.policy}"
         )
 
-    def drain(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until all that was put is written; returns whether it was."""
-        return self._writer.drain(timeout_s)
-
     def close(self) -> None:
         """Write what was put, and end the threads; a disk that does not answer is left alone after ``CLOSE_S``."""
         if not self._writer.close(CLOSE_S):
@@ -227,18 +96,6 @@ class DiskTier:
         self._reader.close(0.0)
 
     # ---- on the reader's thread --------------------------------------------------------------------------------------
-
-    def _read(self, load: Load) -> tuple[Entry, ...] | TierMiss:
-        if load.is_over:
-            return "slow"
-        self._reads_since = time.monotonic()
-        try:
-            return self._read_chain(load)
-        except Exception:  # its request must not wait
-            logger.exception("an entry of the prefix cache cannot be read")
-            return "unreadable"
-        finally:
-            self._reads_since = None
 
     def _read_chain(self, load: Load) -> tuple[Entry, ...] | TierMiss:
         entries: list[Entry] = []
@@ -287,12 +144,6 @@ class DiskTier:
             with suppress(OSError):
                 self._folder.remove(stored.name)
 
-    def _forget(self, stored: Stored) -> None:
-        with self._lock:
-            if self._index.get(stored.name) is stored:
-                self._index.remove(stored.name)
-                self._coming.pop(stored.key, None)
-
     @property
     def _is_scan_due(self) -> bool:
         return time.monotonic() - self._scanned > SCAN_INTERVAL_S
@@ -331,7 +182,8 @@ class DiskTier:
         for file in unknown:
             self._read_header(file)
 
-    def _read_unlisted(self, name: Name) -> None:
+    def _look_for(self, key: bytes) -> None:
+        name: Name = (self.layout.fingerprint, key)
         with suppress(OSError):  # it is not there (any more)
             self._read_header(self._folder.described(name))
 
@@ -393,7 +245,3 @@ class DiskTier:
                 self._index.remove(victim.name)
                 self._counts.evictions += 1
             self._folder.remove(victim.name)
-
-    def _lose(self, reason: LostWrite) -> None:
-        with self._lock:
-            self._counts.lost_writes[reason] += 1

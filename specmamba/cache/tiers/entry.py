@@ -99,6 +99,7 @@ class Entry:
     end: int
     tokens: tuple[Bytes, ...]  # one for each token part: the bytes of [layers, end - start, ...]
     state: tuple[Bytes, ...] | None  # one for each state part; None: only KV was read
+    grid: bytes = b""  # hash of the text up to ``grid_below(end)``, for tiers that cannot list entries; empty: unknown
 
     @property
     def nbytes(self) -> int:

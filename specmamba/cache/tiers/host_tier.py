@@ -42,6 +42,9 @@ class HostTier:
         self._counts = TierCounts()
         self.on_evict: Callable[[list[Entry]], object] | None = None  # gets what leaves, behind those that it continues
 
+    def look(self, text: PrefixHasher) -> None:
+        """Do nothing: ``find`` knows what there is."""
+
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the entries that hold the longest beginning of a text."""
         return self._index.find(self.layout.fingerprint, text)

@@ -12,6 +12,12 @@ from specmamba.cache.prefix.node import Tokens
 from specmamba.cache.tiers.entry import DIGEST_BYTES
 
 HEAD_TOKENS = 16  # the hash of so many tokens finds the entries of a text; shorter texts are not stored
+GRID_TOKENS = 64  # a tier that cannot list its entries is asked for the hashes of every so many tokens
+
+
+def grid_below(length: int) -> int:
+    """Return the last length on the grid, ``length`` itself included."""
+    return length // GRID_TOKENS * GRID_TOKENS
 
 
 class PrefixHasher:

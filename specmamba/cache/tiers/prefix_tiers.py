@@ -19,7 +19,7 @@ from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.saving import Saving
-from specmamba.cache.tiers.tier import Load, Tier, TierName
+from specmamba.cache.tiers.tier import Load, Look, Tier, TierName
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.cache.tiers.tier_writer import MIN_GAIN, Hashes, TierWriter
 
@@ -32,6 +32,7 @@ class TierWish:
     """What a waiting request wants of the tiers. It asks once, when it is first considered for admission."""
 
     is_over: bool = False
+    looks: list[Look] | None = None  # questions to tiers that need time for an answer; None: not asked yet
     load: Load | None = None  # its own,
     tier: Tier | None = None  # and where it comes from
     other: Load | None = None  # of another request, which brings a part of the same text
@@ -68,6 +69,7 @@ class PrefixTiers:
         self.tiers = tuple(tiers)
         self._writer = TierWriter(transfer, self.tiers, hashes)
         self._loads: list[Load] = []  # under way
+        self._looks: list[Look] = []  # likewise
         self._num_ended = 0
         if self._writer.below(None) is not None:
             cache.on_evict = self._writer.write_evicted
@@ -77,8 +79,9 @@ class PrefixTiers:
 
     @property
     def num_loads(self) -> int:
-        """Loads that are under way, or that their requests have not taken yet."""
-        return len(self._loads)
+        """Loads and looks that are under way, and loads that their requests have not taken yet."""
+        self._looks = [look for look in self._looks if not look.is_over]
+        return len(self._loads) + len(self._looks)
 
     def add(self, tier: Tier) -> None:
         """Put a tier below the others, from which entries come and into which none is written."""
@@ -95,6 +98,8 @@ class PrefixTiers:
             extra_key, tenant: its scope.
         """
         while not wish.is_over:
+            if any(not look.is_over for look in wish.looks or ()):
+                return True
             if wish.other is not None and not wish.other.is_over and wish.other.result is None:
                 return True
             if wish.refused_at == self._num_ended:
@@ -136,8 +141,8 @@ class PrefixTiers:
         self._release(wish)
 
     def wait(self) -> None:
-        """Wait a short time for a load, when nothing else is to be done."""
-        if self._loads and all(load.result is None for load in self._loads):
+        """Wait a short time for a load or an answer, when nothing else is to be done."""
+        if self.num_loads and all(load.result is None for load in self._loads):
             time.sleep(IDLE_WAIT_S)
 
     def state_was_left(self, node: Node) -> None:
@@ -207,7 +212,14 @@ class PrefixTiers:
     def _begin(self, wish: TierWish, tokens: Tokens, extra_key: str | None, tenant: str | None) -> bool:
         """Begin a load for a request; False where it has to wait for another one, or has nothing to load."""
         known = self._cache.peek(tokens, extra_key, tenant)[0]
-        found = self._longest(wish, tokens, extra_key, tenant, known) if len(tokens) - known >= MIN_GAIN else None
+        may_gain = len(tokens) - known >= MIN_GAIN
+        if may_gain and wish.looks is None:
+            looks = (tier.look(self.hashes(tokens, extra_key, tenant)) for tier in self.tiers)
+            wish.looks = [look for look in looks if look is not None]
+            self._looks += wish.looks
+            if wish.looks:
+                return False
+        found = self._longest(wish, tokens, extra_key, tenant, known) if may_gain else None
         if found is None:
             wish.is_over = True
             return False

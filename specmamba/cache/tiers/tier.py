@@ -12,7 +12,7 @@ from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier_stats import TierMiss, TierStats
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-TierName = Literal["host", "disk", "remote"]
+TierName = Literal["host", "disk", "store", "remote"]
 MAX_LOAD_S = 10.0  # a request does not wait longer for a tier
 
 
@@ -40,6 +40,22 @@ class Load:
         self._result = result
 
 
+class Look:
+    """A question to a tier what it has of a text, where that takes time. Made by ``Tier.look``."""
+
+    def __init__(self) -> None:
+        self._began, self._is_answered = time.monotonic(), False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether ``Tier.find`` knows the answer now, or none is waited for any more."""
+        return self._is_answered or time.monotonic() - self._began > MAX_LOAD_S
+
+    def end(self) -> None:
+        """Note that the answer is there."""
+        self._is_answered = True
+
+
 class Tier(Protocol):
     """Entries of one layout, outside of the pools.
 
@@ -59,6 +75,13 @@ class Tier(Protocol):
     @property
     def policy(self) -> WritePolicy | None:
         """When states are written to it; None: never, its entries come in another way."""
+        ...
+
+    def look(self, text: PrefixHasher) -> Look | None:
+        """Begin to ask what there is of a text, which ``find`` knows when that is over; None: it knows already.
+
+        ``text`` is the tier's from then on.
+        """
         ...
 
     def find(self, text: PrefixHasher) -> list[Stored]:

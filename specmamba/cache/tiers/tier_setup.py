@@ -12,11 +12,15 @@ from specmamba.cache.memory import MemoryPlan, free_memory
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.tiers.disk_tier import DiskTier
+from specmamba.cache.tiers.entry import EntryLayout
 from specmamba.cache.tiers.entry_folder import SECRET_BYTES, EntryFolder
 from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
+from specmamba.cache.tiers.store.object_store import open_store, require_store
+from specmamba.cache.tiers.store.store_settings import StoreKeys, StoreSettings
+from specmamba.cache.tiers.store.store_tier import StoreTier
 from specmamba.cache.tiers.tier import Tier
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
@@ -25,10 +29,13 @@ GIB = 1 << 30
 GPU_RATIO = 2.0  # of host memory to the pools, with --enable-hierarchical-cache: SGLang's
 
 
-def require_disk_folder(config: EngineConfig) -> None:
-    """Raise ConfigError if there is a folder for prefixes that cannot be used; it is made if need be."""
+def require_storage(config: EngineConfig) -> None:
+    """Raise ConfigError if there is a place for prefixes that cannot be used; a folder is made if need be."""
     if config.hicache_storage_dir is not None:
         EntryFolder.open(config.hicache_storage_dir.expanduser())
+    if config.hicache_storage_backend == "mooncake":
+        _store_keys(config)
+        require_store(StoreSettings.of(config.hicache_storage_backend_extra_config))
 
 
 def build_tiers(
@@ -49,11 +56,12 @@ def build_tiers(
         identity: returns that of the model, as ``EntryLayout`` has it; called where there are tiers only.
 
     Raises:
-        ConfigError: the folder cannot be used, or there is not so much host memory.
+        ConfigError: the folder or the store cannot be used, or there is not so much host memory.
     """
     device = states.recurrent.device
     num_bytes = _host_bytes(config, plan, device)
-    if config.hicache_storage_dir is None and not num_bytes:
+    has_store = config.hicache_storage_backend == "mooncake"
+    if config.hicache_storage_dir is None and not has_store and not num_bytes:
         return None
     transfer = new_transfer(config, kv, states, identity())
     secret, tiers = secrets.token_bytes(SECRET_BYTES), list[Tier]()
@@ -69,6 +77,9 @@ def build_tiers(
         )
         secret = disk.secret
         tiers.append(disk)
+    if has_store:
+        secret = _store_keys(config).texts
+        tiers.append(_open_store_tier(config, transfer.layout, plan.context_length))
     return PrefixTiers(
         cache,
         kv,
@@ -77,6 +88,24 @@ def build_tiers(
         tiers,
         lambda tokens, extra_key, tenant: PrefixHasher(secret, tenant, extra_key, tokens),
         secret,
+    )
+
+
+def _store_keys(config: EngineConfig) -> StoreKeys:
+    assert config.hicache_storage_key_file is not None
+    return StoreKeys.read(config.hicache_storage_key_file.expanduser())
+
+
+def _open_store_tier(config: EngineConfig, layout: EntryLayout, max_tokens: int) -> StoreTier:
+    settings = StoreSettings.of(config.hicache_storage_backend_extra_config)
+    return StoreTier(
+        open_store(settings),
+        layout,
+        _store_keys(config).entries,
+        max_tokens,
+        config.hicache_write_policy,
+        f"the Mooncake Store at {settings.master_server_address}",
+        settings.global_segment_size,
     )
 
 
@@ -95,7 +124,8 @@ def _host_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) ->
     if ratio is None:
         ratio = GPU_RATIO if config.enable_hierarchical_cache and device.type == "cuda" else 0.0
     num_bytes = int(config.hicache_size * GIB) or int(ratio * (plan.kv_bytes + plan.state_bytes))
-    if not num_bytes and config.enable_hierarchical_cache and config.hicache_storage_dir is None:
+    outlives = config.hicache_storage_dir is not None or config.hicache_storage_backend == "mooncake"
+    if not num_bytes and config.enable_hierarchical_cache and not outlives:
         raise ConfigError(
             "--enable-hierarchical-cache: on a CPU the pools are in host memory already, so this needs "
             "--hicache-storage-dir for a folder on disk, or --hicache-size or --hicache-ratio above 0"

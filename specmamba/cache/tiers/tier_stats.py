@@ -1,17 +1,30 @@
-"""What is counted of the prefixes in a tier: host memory, or a folder on disk."""
+"""What is counted of the prefixes in a tier: host memory, a folder on disk, a store of several machines."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 LocalMiss = Literal["absent", "damaged", "format", "fingerprint", "vanished", "unreadable", "slow", "no_room"]
 TierMiss = LocalMiss | Literal["unreachable", "refused", "cut", "expired"]  # of other servers alone
-TIER_MISSES: tuple[LocalMiss, ...] = get_args(LocalMiss)
+TIER_MISSES: tuple[TierMiss, ...] = get_args(LocalMiss)
+STORE_MISSES: tuple[TierMiss, ...] = (
+    "absent",
+    "damaged",
+    "format",
+    "vanished",
+    "unreadable",
+    "slow",
+    "no_room",
+    "unreachable",
+)
 REMOTE_MISSES: tuple[TierMiss, ...] = (*TIER_MISSES, "unreachable", "refused", "cut", "expired")
-LostWrite = Literal["busy", "too_large", "disk_full", "failed"]
-LOST_WRITES: tuple[LostWrite, ...] = get_args(LostWrite)
+LocalLoss = Literal["busy", "too_large", "disk_full", "failed"]
+LostWrite = LocalLoss | Literal["store_full", "unreachable"]
+LOST_WRITES: tuple[LostWrite, ...] = get_args(LocalLoss)
+STORE_LOST_WRITES: tuple[LostWrite, ...] = ("busy", "too_large", "store_full", "unreachable", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +43,8 @@ class TierStats:
     writes: int
     written_bytes: int
     lost_writes: dict[LostWrite, int]
-    evictions: int
-    damaged: int  # files that were found damaged, and removed
+    evictions: int  # in a store: entries that it was found to have no more
+    damaged: int  # entries that were found damaged, and removed
 
 
 @dataclass(slots=True)
@@ -56,8 +69,16 @@ class TierCounts:
         self.loaded_bytes += nbytes
         self.load_seconds += seconds
 
-    def stats(self, num_entries: int, num_bytes: int, max_bytes: int, bytes_in_flight: int) -> TierStats:
-        """Return these counts with the sizes now."""
+    def stats(
+        self,
+        num_entries: int,
+        num_bytes: int,
+        max_bytes: int,
+        bytes_in_flight: int,
+        misses: Sequence[TierMiss] = TIER_MISSES,
+        lost_writes: Sequence[LostWrite] = LOST_WRITES,
+    ) -> TierStats:
+        """Return these counts with the sizes now; ``misses``, ``lost_writes``: the reasons that the tier may have."""
         return TierStats(
             num_entries=num_entries,
             num_bytes=num_bytes,
@@ -65,12 +86,12 @@ class TierCounts:
             bytes_in_flight=bytes_in_flight,
             hits=self.hits,
             hit_tokens=self.hit_tokens,
-            misses={reason: self.misses[reason] for reason in TIER_MISSES},
+            misses={reason: self.misses[reason] for reason in misses},
             load_seconds=self.load_seconds,
             loaded_bytes=self.loaded_bytes,
             writes=self.writes,
             written_bytes=self.written_bytes,
-            lost_writes={reason: self.lost_writes[reason] for reason in LOST_WRITES},
+            lost_writes={reason: self.lost_writes[reason] for reason in lost_writes},
             evictions=self.evictions,
             damaged=self.damaged,
         )

@@ -11,7 +11,7 @@ import numpy as np
 from specmamba.cache.prefix.node import Node, Tokens, TokenSlots, text_of
 from specmamba.cache.tiers.entry import Entry
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
-from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
+from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher, grid_below
 from specmamba.cache.tiers.tier import Tier, WritePolicy
 
 Hashes = Callable[[Tokens, str | None, str | None], PrefixHasher]  # of a text, its salt and its tenant
@@ -75,6 +75,8 @@ class TierWriter:
         if num_tokens < MIN_GAIN:
             return True
         key = text.digest(node.end)
+        text.restart()
+        grid = text.digest(grid_below(node.end))
         if chain:
             parent = chain[-1].key
         else:
@@ -84,7 +86,8 @@ class TierWriter:
             return False
         if (buffers := tier.allocate(num_tokens, parent)) is not None:
             slots = slots_of(node, start)
-            tier.put(self._transfer.take(key, parent, start, slots, node.state_slot, buffers))
+            entry = self._transfer.take(key, parent, start, slots, node.state_slot, buffers)
+            tier.put(replace(entry, grid=grid))
         return True
 
     def copy(self, entries: Iterable[Entry], tier: Tier, deadline: float | None = None) -> bool:

@@ -99,14 +99,14 @@ def stored_prefix_routes(service: Service) -> APIRouter:
 
     @router.post("/save", responses=errors(400, 401, 403, 503))
     async def save(request: Request) -> Saved:
-        """Write all cached prefixes to the folder of --hicache-storage-dir, and wait for it. For the operator."""
+        """Write all cached prefixes to disk or to the store of the flags, and wait for it. For the operator."""
         check_operator(request.scope)
         async with saving:  # a second call waits, and finds next to nothing to write
             return await _save(service)
 
     @router.post("/load", responses=errors(400, 401, 429, 503))
     async def load(body: LoadRequest, request: Request) -> Loaded:
-        """Bring what host memory and disk have of the caller's texts into the pools, as far as there is room."""
+        """Bring what lies below the pools of the caller's texts into them, as far as there is room."""
         caller = caller_of(request.scope)
         with loads.place_of(caller.name):
             prompts = as_list(body.prompt)
@@ -127,11 +127,11 @@ async def _save(service: Service) -> Saved:
     _refuse_replicas(service)
     saving = await between_steps(service.engine, lambda engine: engine.cache_manager.start_saving())
     if saving is None:
-        _refuse_without("no prefixes on disk", "--hicache-storage-dir")
+        _refuse_without("no prefixes on disk or in a store", "--hicache-storage-dir")
     before, deadline = saving.stats(), time.monotonic() + SAVE_TIMEOUT_S
     while not await between_steps(service.engine, lambda _: saving.go_on()):
         if time.monotonic() > deadline:
-            message = f"the disk has not taken all prefixes in {SAVE_TIMEOUT_S:g} s; what it has taken stays"
+            message = f"disk or store have not taken all prefixes in {SAVE_TIMEOUT_S:g} s; what it has taken stays"
             raise ApiError(503, message, kind=SERVER, code="disk_too_slow")
         await asyncio.sleep(POLL_S)
     after = saving.stats()

@@ -90,6 +90,8 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
         yield from _tier_metrics("prefix_host", "host memory", stats.host)
     if stats.disk is not None:
         yield from _tier_metrics("prefix_disk", "disk", stats.disk)
+    if stats.store is not None:
+        yield from _tier_metrics("prefix_store", "the store", stats.store)
     if stats.handoffs is not None:
         yield from _handoff_metrics(stats.handoffs)
     if stats.replicas is not None:
@@ -152,7 +154,7 @@ def _tier_metrics(prefix: str, where: str, tier: TierStats) -> Iterator[Metric]:
         "writes": "Entries that were written",
         "written_bytes": "Bytes that were written",
         "evictions": "Entries that were removed for want of room",
-        "damaged": "Files that were found damaged, and removed",
+        "damaged": "Entries that were found damaged, and removed",
     }
     yield from _counters(prefix, tier, counters)
     yield _labelled(f"{prefix}_miss", f"Requests that got nothing from {where}", "reason", tier.misses.items())

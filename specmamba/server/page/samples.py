@@ -53,7 +53,9 @@ def stats_event(sample: EngineSample, metrics: ServerMetrics, now: float) -> dic
         "sizing": None if stats.sizing is None else asdict(stats.sizing),
         "cache": asdict(stats.prefix_cache),
         "tiers": {
-            name: asdict(tier) for name, tier in (("host", stats.host), ("disk", stats.disk)) if tier is not None
+            name: asdict(tier)
+            for name, tier in (("host", stats.host), ("disk", stats.disk), ("store", stats.store))
+            if tier is not None
         },
         "latency": {
             "first_token": _histogram(metrics.time_to_first_token),

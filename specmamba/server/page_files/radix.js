@@ -2,7 +2,7 @@
 import { bytes, count, duration, html, number, visible } from "./ui.js";
 
 const MAX_INDENT = 12;
-const TIER_NAMES = { host: "Host memory", disk: "Disk" };
+const TIER_NAMES = { host: "Host memory", disk: "Disk", store: "Store" };
 
 const kindOf = (node) => (node.depth === 0 ? "root" : node.has_state ? "state" : "tombstone");
 

@@ -1,0 +1,185 @@
+"""What can carry the bytes of prompts beside the link: memory of two servers that was registered at the start.
+
+The link carries all else: requests, the signed header with the digests of all bytes, and where bytes are. So a carrier
+needs no trust: what it brings is checked as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from specmamba.cache.tiers.entry import Bytes
+from specmamba.transfer.peer_link import LinkError, PeerLink
+
+CarrierName = Literal["nixl", "mooncake"]
+WINDOW_BYTES = 32 << 20  # of a prompt that is on its way, at the most
+NUM_WINDOWS = 8
+QUIET_S = 60.0  # behind the deadline of a transfer that was given up, until its memory is used again
+
+
+class Carrier(Protocol):
+    """Reads memory of another process that has a carrier of this kind too. Several threads may call."""
+
+    @property
+    def name(self) -> CarrierName: ...
+
+    def register(self, memory: Bytes) -> None:
+        """Let others read this memory, and this process write into it; once, before all else."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """What others need for ``read``; a text without secrets."""
+        ...
+
+    def read(self, address: str, remote: int, local: int, nbytes: int, deadline: float) -> None:
+        """Copy memory of another process into memory of this one.
+
+        Args:
+            address: of the other process.
+            remote, local: where the bytes begin, in either process's registered memory.
+            nbytes: how many.
+            deadline: of ``time.monotonic()``.
+
+        Raises:
+            LinkError: "cut", or "slow" at the deadline. What is on its way then may still arrive.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all transfers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A piece of the registered memory."""
+
+    place: int  # its address
+    view: Bytes
+
+
+class Windows:
+    """The registered memory of a process, in pieces of one size. Several threads may call."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        """Allocate the memory, and register it for good: a transfer may go on when its connection is gone."""
+        self.carrier = carrier
+        count, nbytes = NUM_WINDOWS, WINDOW_BYTES
+        self._memory = np.zeros(count * nbytes, dtype=np.uint8)
+        carrier.register(self._memory)
+        first = self._memory.ctypes.data
+        self._free = deque(
+            Window(first + start, self._memory[start : start + nbytes]) for start in range(0, count * nbytes, nbytes)
+        )
+        self._given_up: deque[tuple[float, Window]] = deque()  # when it is quiet, and what
+        self._changed = threading.Condition()
+
+    def take(self, deadline: float) -> Window:
+        """Wait for a window. Raises LinkError: "slow" at the deadline."""
+        with self._changed:
+            while True:
+                while self._given_up and self._given_up[0][0] <= time.monotonic():
+                    self._free.append(self._given_up.popleft()[1])
+                if self._free:
+                    return self._free.popleft()
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise LinkError("slow")
+                self._changed.wait(min(left, 1.0))
+
+    def give_back(self, window: Window) -> None:
+        """Return a window in which nothing is read or written any more."""
+        with self._changed:
+            self._free.append(window)
+            self._changed.notify()
+
+    def give_up(self, window: Window, deadline: float) -> None:
+        """Return a window in which a transfer may go on, ``deadline`` being its own."""
+        with self._changed:
+            self._given_up.append((max(deadline, time.monotonic()) + QUIET_S, window))
+
+
+def send_parts(link: PeerLink, windows: Windows, parts: Iterable[memoryview]) -> None:
+    """Show the bytes of ``parts`` to the other side, window by window. Raises LinkError."""
+    window, is_quiet = windows.take(link.deadline), True
+    try:
+        for piece in _pieces(parts, len(window.view)):
+            count = 0
+            for each in piece:
+                window.view[count : count + len(each)] = np.frombuffer(each, dtype=np.uint8)
+                count += len(each)
+            is_quiet = False
+            link.send({"place": window.place, "size": count})
+            if link.receive().get("do") != "next":
+                raise LinkError("damaged")
+            is_quiet = True
+    finally:
+        if is_quiet:
+            windows.give_back(window)
+        else:
+            windows.give_up(window, link.deadline)
+
+
+def _pieces(parts: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """Cut parts into lists of ``size`` bytes together, the last one less."""
+    piece, room = list[memoryview](), size
+    for part in parts:
+        while len(part):
+            piece.append(part[:room])
+            part = part[room:]
+            room -= len(piece[-1])
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+class Arriving:
+    """What ``send_parts`` shows, as a stream. Read by one thread; raises LinkError."""
+
+    def __init__(self, link: PeerLink, windows: Windows, address: str) -> None:
+        """``address``: of the other side's carrier."""
+        self._link, self._windows, self._address = link, windows, address
+        self._window: Window | None = None
+        self._rest: memoryview = memoryview(b"")
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Read at least one byte into memory; returns how many."""
+        if not len(self._rest):
+            self._fetch()
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def _fetch(self) -> None:
+        """Bring the next window."""
+        if self._window is None:
+            self._window = self._windows.take(self._link.deadline)
+        window, message = self._window, self._link.receive()
+        place, size = message.get("place"), message.get("size")
+        if not isinstance(place, int) or not isinstance(size, int) or not 0 < size <= len(window.view):
+            raise LinkError("damaged")
+        self._window = None
+        try:
+            self._windows.carrier.read(self._address, place, window.place, size, self._link.deadline)
+        except BaseException:
+            self._windows.give_up(window, self._link.deadline)
+            raise
+        self._window = window
+        self._rest = window.view[:size].data
+        self._link.send({"do": "next"})
+
+    def close(self) -> None:
+        """Return the window."""
+        if self._window is not None:
+            self._windows.give_back(self._window)
+            self._window = None
