@@ -256,7 +256,11 @@ def test_what_a_head_is_said_to_be(target: Path, tmp_path: Path) -> None:
     }
     for variant, expected in words.items():
         head = write_block_head(tmp_path / variant, target, seed=0, variant=variant)
-        given: dict[str, Any] = {"model": str(target), "device": "cpu", "speculative_draft_model_path": str(head.folder)}
+        given: dict[str, Any] = {
+            "model": str(target),
+            "device": "cpu",
+            "speculative_draft_model_path": str(head.folder),
+        }
         draft = model_info(EngineConfig(**given))["draft"]
         assert (draft["kind"], draft["variant"]) == ("dflash", expected)
         unread = sum(x.numel() for name, x in head.tensors.items() if name.startswith("confidence_head"))
