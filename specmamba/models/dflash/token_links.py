@@ -40,7 +40,7 @@ class MarkovLinks:
         self._kind = kind
         self.latent_size, self.state_size = rank, rank if kind == "rnn" else 0
         self._table = weights.take(f"{name}markov_w1.weight", vocab_size, rank)
-        self._output: Linear = weights.head(weights.take_matrix(f"{name}markov_w2.weight", vocab_size, rank))
+        self._output: Linear = weights.head(weights.take_head(f"{name}markov_w2.weight", vocab_size, rank), vocab_size)
         self._mix: Linear | None = None
         if kind == "gated":
             self._mix = weights.take_linear(f"{name}gate_proj", rank, width + rank, has_bias=True)
