@@ -20,7 +20,7 @@ from specmamba.kernels.gated_delta_rule.tiles import (
     root_tile,
     tree_tile,
 )
-from specmamba.kernels.gpu import launch
+from specmamba.kernels.gpu import DELTA_RULE_CHUNKS, is_form_chosen, launch
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
 from specmamba.kernels.state_records.tiles import chunk_constants, chunks_tile
@@ -126,7 +126,7 @@ def extend_in_place(
         slots: [B] int64, distinct but for 0, which is padding: not read, not written.
         lengths: [B] int64; tokens from lengths[b] on are padding.
         model_dtype: of 16 bits, products run in parts of bfloat16, and long prompts with decays by head in
-            several launches.
+            several launches where ``has_chunks``.
 
     Returns:
         Output [B, L, Hv, V]; zeros on padding and for rows of slot 0.
@@ -137,7 +137,7 @@ def extend_in_place(
     if out.numel() == 0:
         return out
     parts = parts_of(model_dtype, v.device)
-    if parts != "none" and g.dim() == 3 and is_long(num_tokens, key_dim):
+    if parts != "none" and g.dim() == 3 and is_long(num_tokens, key_dim) and has_chunks():
         _prefill(q, k, v, g, beta, out, Places(states, slots, lengths), parts)
         return out
     work: tuple[Tensor | None, ...] = ()
@@ -154,6 +154,11 @@ def extend_in_place(
         num_stages=tile.num_stages,
     )
     return out
+
+
+def has_chunks() -> bool:
+    """Whether long prompts run in chunks side by side: off, since results were wrong on a GPU."""
+    return is_form_chosen(DELTA_RULE_CHUNKS)
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, places: Places, parts: str) -> None:

@@ -230,7 +230,7 @@ def test_a_mapping_of_nothing_drafts_as_the_other_flags_say() -> None:
 )
 def test_values(field: str, value: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {field: value}
-    if own == "draft-model":
+    if own in ("draft-model", "dflash"):
         given["speculative_draft_model_path"] = "small"
     arguments = [word for name, word in given.items() for word in (flag_of(name), word)]
     assert getattr(config_of(given), field) == own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -53,9 +55,16 @@ def test_what_a_setting_means(setting: str, operators: set[str], is_interpreted:
     assert set(choice.off) == set(ALL) - operators
 
 
+def test_unfinished_forms_are_asked_for() -> None:
+    assert not switch.parse("").forms
+    choice = switch.parse("interpret,-tree,+delta_rule_chunks")
+    assert choice == switch.Choice(frozenset(ALL) - {"tree"}, True, frozenset({switch.DELTA_RULE_CHUNKS}))
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        ("+chunks", "forms are delta_rule_chunks, not 'chunks'"),
         ("moe,rope", "there is no operator 'rope' in Triton; there are 0, interpret, causal_conv1d, .*, tree, and"),
         ("-rope", "there is no operator 'rope'"),
         ("interpret,0", "there is no operator '0'"),
@@ -68,7 +77,7 @@ def test_a_setting_that_makes_no_sense_is_refused(setting: str, message: str, mo
         return switch.parse(setting)
 
     monkeypatch.setattr(gpu, "choice", parsed)
-    with pytest.raises(ConfigError, match=f"SPECMAMBA_TRITON={setting}: .*{message}"):
+    with pytest.raises(ConfigError, match=f"SPECMAMBA_TRITON={re.escape(setting)}: .*{message}"):
         resolve_device("cpu")
 
 
