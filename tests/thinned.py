@@ -11,7 +11,9 @@ import pytest
 
 from tests.pairwise import IS_FULL
 
-EVERY_FIFTH, EVERY_TENTH = ([] if IS_FULL else ["-p", "tests.thinned", "--every", str(nth)] for nth in (5, 10))
+EVERY_THIRD, EVERY_FIFTH, EVERY_TENTH = (
+    [] if IS_FULL else ["-p", "tests.thinned", "--every", str(nth)] for nth in (3, 5, 10)
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
