@@ -72,7 +72,11 @@ class AssumedReader(TensorReader):
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, part: Part | None = None
     ) -> Tensor:
         """Give a tensor of this shape without values."""
-        self._tensors[name] = StoredTensor(name, self._folder / "config.json", tuple(shape), self._dtype)
-        self._taken.add(name)
+        self.leave(name, shape)
         own = shape if part is None else part.shape(shape)
         return torch.empty(own, dtype=DTYPES[self._dtype], device="meta")
+
+    def leave(self, name: str, shape: tuple[int, ...]) -> None:
+        """Note a tensor of this shape."""
+        self._tensors[name] = StoredTensor(name, self._folder / "config.json", tuple(shape), self._dtype)
+        self._taken.add(name)

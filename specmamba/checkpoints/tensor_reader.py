@@ -164,11 +164,7 @@ class TensorReader:
                 f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}, and there are no scales beside it "
                 f"(without scales, specmamba reads {', '.join(FLOAT_TYPES)})"
             )
-        if tensor.shape != tuple(shape):
-            raise CheckpointError(
-                f"{tensor.stored_name} has the shape {list(tensor.shape)} in {tensor.file}, "
-                f"but its config.json asks for {list(shape)}"
-            )
+        self._require_shape(tensor, shape)
         self._taken.add(name)
         return self._read(name, part)
 
@@ -198,10 +194,19 @@ class TensorReader:
         return whole if part is None else part.of(whole)
 
     def leave(self, name: str, shape: tuple[int, ...]) -> None:
-        """Mark a tensor of this shape as used that another rank takes. Raises CheckpointError: there is none."""
-        self.stored(name)
+        """Mark a tensor as used that another rank takes. Raises CheckpointError: there is none of this shape."""
+        if name not in self._parts:
+            self._require_shape(self.stored(name), shape)
         self._shapes[name] = shape
         self._taken.update(self._parts.get(name, {name: name}).values())
+
+    @staticmethod
+    def _require_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != tuple(shape):
+            raise CheckpointError(
+                f"{tensor.stored_name} has the shape {list(tensor.shape)} in {tensor.file}, "
+                f"but its config.json asks for {list(shape)}"
+            )
 
     def _take_dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None) -> Tensor:
         """A quantized matrix, or its part, as numbers; groups need not end where the part does."""

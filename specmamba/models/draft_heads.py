@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from specmamba.cache.shapes import KVShape
 from specmamba.checkpoints.checkpoint import read_architecture
 from specmamba.checkpoints.config_bounds import require_bounded_config
-from specmamba.checkpoints.files import is_bare, read_json
+from specmamba.checkpoints.files import GGUF_FILE, is_bare, read_json
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -192,8 +192,8 @@ def _copies(head: TensorReader, target_folder: Path, options: LoadOptions) -> li
     for name in stored:
         if not (is_bare(target_folder) or _is_of_target(head, name, target_folder, options)):
             raise UnsupportedModelError(
-                f"{target_folder} does not have the {name} of its draft head: block heads with an embedding or output "
-                "matrix of their own are not supported"
+                f"{target_folder} does not have the {name} of its draft head, or has it in codes or a GGUF file, where "
+                "they are not compared: block heads with an embedding or output matrix of their own are not supported"
             )
     return stored
 
@@ -201,16 +201,16 @@ def _copies(head: TensorReader, target_folder: Path, options: LoadOptions) -> li
 def _is_of_target(head: TensorReader, name: str, target_folder: Path, options: LoadOptions) -> bool:
     """Whether a head's embedding or output matrix equals the target's in sampled rows; all rows take too long.
 
-    Without the target's weights it counts as another one.
+    It counts as another one without the target's weights, and where these are codes or in a GGUF file.
     """
-    if not head.has(name) or is_bare(target_folder):
+    if not head.has(name) or is_bare(target_folder) or (target_folder / GGUF_FILE).exists():
         return False
     with TensorReader(target_folder) as target:
         shape, theirs = head.stored(name).shape, [n for n in target.names() if TARGET_MATRIX[name].fullmatch(n)]
         if not theirs and name == OUTPUT:  # the target's output matrix is its embedding
             theirs = [n for n in target.names() if TARGET_MATRIX[EMBEDDING].fullmatch(n)]
         names = [n for n in theirs if target.stored(n).shape == shape]
-        if len(names) != 1:
+        if len(names) != 1 or target.is_coded(names[0]):
             return False
         rows = range(0, shape[0], max(1, shape[0] // NUM_SAMPLES))
         ours, others = (x.to(options.dtype) for x in (head.read_rows(name, rows), target.read_rows(names[0], rows)))
