@@ -33,7 +33,12 @@ def open_transport(config: ServerConfig) -> TcpTransport | None:
     listener = None
     if config.disaggregation_mode == "prefill":
         listener = listen(config.host, config.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
-    return TcpTransport(_key_of(config), listener, _carrier_of(config))
+    try:
+        return TcpTransport(_key_of(config), listener, _carrier_of(config))
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
 
 
 def start_handoffs(config: ServerConfig, engine: EngineThread, transport: TcpTransport) -> None:

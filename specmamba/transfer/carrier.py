@@ -6,6 +6,7 @@ needs no trust: what it brings is checked as a whole.
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import deque
@@ -79,7 +80,7 @@ class Windows:
         self._free = deque(
             Window(first + start, self._memory[start : start + nbytes]) for start in range(0, count * nbytes, nbytes)
         )
-        self._given_up: deque[tuple[float, Window]] = deque()  # when it is quiet, and what
+        self._given_up: list[tuple[float, int, Window]] = []  # a heap: when it is quiet, its place, and what
         self._changed = threading.Condition()
 
     def take(self, deadline: float) -> Window:
@@ -87,7 +88,7 @@ class Windows:
         with self._changed:
             while True:
                 while self._given_up and self._given_up[0][0] <= time.monotonic():
-                    self._free.append(self._given_up.popleft()[1])
+                    self._free.append(heapq.heappop(self._given_up)[2])
                 if self._free:
                     return self._free.popleft()
                 if (left := deadline - time.monotonic()) <= 0:
@@ -101,30 +102,26 @@ class Windows:
             self._changed.notify()
 
     def give_up(self, window: Window, deadline: float) -> None:
-        """Return a window in which a transfer may go on, ``deadline`` being its own."""
+        """Return a window into which a transfer may go on writing, ``deadline`` being its own."""
         with self._changed:
-            self._given_up.append((max(deadline, time.monotonic()) + QUIET_S, window))
+            quiet_at = max(deadline, time.monotonic()) + QUIET_S
+            heapq.heappush(self._given_up, (quiet_at, window.place, window))
 
 
 def send_parts(link: PeerLink, windows: Windows, parts: Iterable[memoryview]) -> None:
     """Show the bytes of ``parts`` to the other side, window by window. Raises LinkError."""
-    window, is_quiet = windows.take(link.deadline), True
+    window = windows.take(link.deadline)
     try:
         for piece in _pieces(parts, len(window.view)):
             count = 0
             for each in piece:
                 window.view[count : count + len(each)] = np.frombuffer(each, dtype=np.uint8)
                 count += len(each)
-            is_quiet = False
             link.send({"place": window.place, "size": count})
             if link.receive().get("do") != "next":
                 raise LinkError("damaged")
-            is_quiet = True
-    finally:
-        if is_quiet:
-            windows.give_back(window)
-        else:
-            windows.give_up(window, link.deadline)
+    finally:  # a reader whose connection has gone wants it no more, and a digest would refuse other bytes
+        windows.give_back(window)
 
 
 def _pieces(parts: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:

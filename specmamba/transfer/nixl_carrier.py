@@ -58,7 +58,11 @@ class NixlCarrier:
 
     def register(self, memory: Bytes) -> None:
         """As ``Carrier.register``."""
-        self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+        try:
+            with _errors():
+                self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+        except LinkError:
+            raise ConfigError("--disaggregation-transfer-backend nixl: no memory can be registered") from None
         self._address = base64.b64encode(self._agent.get_agent_metadata()).decode()
 
     @property
@@ -68,6 +72,7 @@ class NixlCarrier:
 
     def read(self, address: str, remote: int, local: int, nbytes: int, deadline: float) -> None:
         """As ``Carrier.read``."""
+        agent = ""
         try:
             with _errors():
                 agent = self._agent_at(address)
@@ -76,7 +81,7 @@ class NixlCarrier:
                 self._wait(transfer, self._agent.transfer(transfer), deadline)
         except LinkError as error:
             if error.reason == "cut":
-                self._forget(address)
+                self._forget(address, agent)
             raise
 
     def close(self) -> None:
@@ -94,29 +99,40 @@ class NixlCarrier:
             self._agents[address] = found = name.decode() if isinstance(name, bytes) else str(name)
             return found
 
-    def _forget(self, address: str) -> None:
-        """Connect anew the next time."""
+    def _forget(self, address: str, agent: str) -> None:
+        """Connect anew the next time, unless another thread has done so since."""
         with self._lock:
-            name = self._agents.pop(address, None)
-        if name is not None:
+            is_present = self._agents.get(address) == agent
+            if is_present:
+                del self._agents[address]
+        if is_present:
             with suppress(LinkError), _errors():  # it is gone
-                self._agent.remove_remote_agent(name)
+                self._agent.remove_remote_agent(agent)
 
     def _wait(self, transfer: Any, state: str, deadline: float) -> None:
         while state == "PROC":
             if time.monotonic() > deadline:
                 with self._lock:
-                    self._late.append(
-                        transfer
-                    )  # it may still write, so its memory is that of a window that is given up
+                    self._late.append(transfer)  # it may still write, so its window is given up
                 raise LinkError("slow")
             time.sleep(POLL_S)
             state = self._agent.check_xfer_state(transfer)
         self._agent.release_xfer_handle(transfer)
-        with self._lock:
-            self._late = [late for late in self._late if self._runs(late)]
+        self._release_late()
         if state != "DONE":
             raise LinkError("cut")
+
+    def _release_late(self) -> None:
+        """Release transfers that were given up and have ended since."""
+        with self._lock:
+            late, self._late = self._late, []
+        for transfer in late:
+            if self._runs(transfer):
+                with self._lock:
+                    self._late.append(transfer)
+            else:
+                with suppress(LinkError), _errors():
+                    self._agent.release_xfer_handle(transfer)
 
     def _runs(self, transfer: Any) -> bool:
         with suppress(LinkError), _errors():

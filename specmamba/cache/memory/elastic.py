@@ -44,7 +44,9 @@ def elastic_chunk(config: EngineConfig, shape: CacheShape, device: torch.device)
 
     0: the operating system gives memory to what is written, on a CPU.
     """
-    if why_fixed(config, shape, device.type) is not None:
+    if (reason := why_fixed(config, shape, device.type)) is not None:
+        if config.elastic_pools == "on":
+            logger.warning("--elastic-pools on: KV and states keep their sizes: %s", reason)
         return None
     if device.type == "cpu":
         return 0
@@ -53,7 +55,7 @@ def elastic_chunk(config: EngineConfig, shape: CacheShape, device: torch.device)
 
 
 def why_fixed(config: EngineConfig, shape: CacheShape, device_type: str) -> str | None:
-    """Return why the pools keep their sizes, for the start-up report; None: they are elastic."""
+    """Return why the pools keep their sizes; None: they are elastic."""
     given = [name for name in ("max_total_tokens", "max_mamba_cache_size") if getattr(config, name) is not None]
     if config.elastic_pools == "off":
         return "--elastic-pools off"

@@ -222,8 +222,7 @@ class DiskTier(ThreadedTier):
             lost = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "failed"
         finally:
             if lost is not None:
-                self._forget(stored)
-                self._lose(lost)
+                self._give_up(entry, stored, lost)
         if lost is None:
             with self._lock:
                 self._coming.pop(entry.key, None)

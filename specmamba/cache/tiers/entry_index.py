@@ -1,4 +1,4 @@
-"""What a folder of entries holds, in memory: which continue which, and which were used longest ago."""
+"""What a tier holds, in memory: which continue which, and which were used longest ago."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = tuple[Name, "Stored | None"]  # an entry that has come; None: the one o
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """An entry of the folder."""
+    """An entry of a tier; its file is what a folder has of it."""
 
     fingerprint: bytes
     key: bytes
@@ -43,7 +43,7 @@ class Stored:
 
 
 class EntryIndex:
-    """The entries of a folder, those of other models included, since all share its bytes. Not thread-safe."""
+    """The entries of a place, those of other models included, since all share its bytes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._entries: dict[Name, Stored] = {}

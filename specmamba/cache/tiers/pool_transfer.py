@@ -71,9 +71,15 @@ class PoolTransfer:
             entries: of this layout, one behind the other; the first may begin before ``start``.
             start: position of the first slot.
             slots: [n] int64.
+
+        Raises:
+            ValueError: the entries leave tokens out, whose slots would keep what another text has left there.
         """
+        end = start
         for entry in entries:
-            first = max(start, entry.start)
+            if entry.start > end:
+                raise ValueError(f"entries have no tokens from {end} to {entry.start}")
+            first, end = max(start, entry.start), entry.end
             own = torch.from_numpy(slots[first - start : entry.end - start])
             for part, group, given in zip(self.layout.token_parts, self._kv.groups, entry.tokens, strict=True):
                 size = part.shape[0], entry.end - entry.start, *part.shape[1:]

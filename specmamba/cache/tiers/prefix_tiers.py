@@ -19,12 +19,12 @@ from specmamba.cache.tiers.host_tier import HostTier
 from specmamba.cache.tiers.pool_transfer import PoolTransfer
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.saving import Saving
+from specmamba.cache.tiers.threaded_tier import CLOSE_S
 from specmamba.cache.tiers.tier import Load, Look, Tier, TierName
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.cache.tiers.tier_writer import MIN_GAIN, Hashes, TierWriter
 
 IDLE_WAIT_S = 0.002  # of an engine that has nothing to do until a load ends
-CLOSE_S = 30.0  # for what is still to be written
 
 
 @dataclass(slots=True)

@@ -43,7 +43,9 @@ class ThreadedTier:
         self.name, self.layout, self.policy = name, layout, policy
         self._max_bytes = max_bytes
         self._index = EntryIndex()
-        self._lock = threading.Lock()  # guards the index, the counts and what is being written
+        self._lock = (
+            threading.Lock()
+        )  # guards the index, which other threads change too, the counts and what is being written
         self._counts = TierCounts()
         self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
         self._reader = Mover(f"specmamba-{name}-reader", 2 * MAX_BYTES_IN_FLIGHT)
@@ -208,6 +210,14 @@ class ThreadedTier:
             if self._index.get(stored.name) is stored:
                 self._index.remove(stored.name)
                 self._coming.pop(stored.key, None)
+
+    def _give_up(self, entry: Entry, stored: Stored, reason: LostWrite) -> None:
+        """Count an entry that could not be written, and free its memory, whatever the index has of its key now."""
+        self._forget(stored)
+        with self._lock:
+            if self._coming.get(entry.key) is entry:
+                del self._coming[entry.key]
+        self._lose(reason)
 
     def _lose(self, reason: LostWrite) -> None:
         with self._lock:

@@ -59,7 +59,8 @@ class Look:
 class Tier(Protocol):
     """Entries of one layout, outside of the pools.
 
-    All calls come from the engine's thread; only ``wait_to_put``, ``drain`` and ``close`` wait. ``PrefixTiers`` has a
+    All calls but ``learn`` come from the engine's thread, and of these only ``wait_to_put``, ``drain`` and ``close``
+    wait. ``PrefixTiers`` has a
     list of tiers, the fastest first. What goes wrong in a tier is counted by it, and is a miss or a write that is lost.
     Hashes of one text are the same for all tiers of an engine.
     """

@@ -395,3 +395,35 @@ def test_what_cannot_be_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(object_store, "import_module", fail)
     with pytest.raises(ConfigError, match=r"libibverbs.*specmamba\[mooncake\]"):
         require_store(settings())
+
+
+def test_a_text_whose_beginning_is_gone_is_written_anew(new_tier: NewTier, memory: StoreMemory) -> None:
+    """Though its last entry is there, as another engine has cut it."""
+    stored(new_tier(), LONG[:128])
+    beginning = set(memory.objects)
+    second = new_tier()
+    assert look(second, LONG) == [128]
+    stored(second, LONG[:256])
+    for name in beginning:
+        memory.objects.pop(name, None)
+    third = new_tier()
+    assert look(third, LONG) == []
+    stored(third, LONG[:256])
+    assert fetch(third, LONG) == (LONG[:256], LONG[255])
+    assert look(new_tier(), LONG) == [256]
+
+
+def test_what_waits_is_not_taken_for_other_segments_of_its_text(new_tier: NewTier, memory: StoreMemory) -> None:
+    first, other = new_tier(), new_tier()
+    stored(first, LONG[:192])
+    assert look(other, LONG) == [192]
+    stored(first, LONG[:256])  # the store has (192, 256)
+    memory.answers.clear()
+    put(other, LONG[:128], 0)
+    put(other, LONG[:256], 128)  # waits to be written as (128, 256)
+    chain = list(other.find(hash_of(LONG)))
+    memory.answers.set()
+    assert other.drain()
+    assert chain
+    assert fetch(other, LONG) == (LONG[:256], LONG[255])
+    assert not other.waiting()

@@ -22,6 +22,7 @@ logger = logging.getLogger("specmamba")
 
 MAX_KNOWN = 1 << 16  # entries that are remembered; others are asked for again
 MAX_MARKS = 16  # steps of the grid, from the end of a text on, in which entries are looked for
+END_S = 1.0  # for a call of the store that is under way when it is left
 RETRY_S = 5.0  # in which a store that was not reached is left alone
 
 
@@ -110,11 +111,12 @@ class StoreTier(ThreadedTier):
 
     def close(self) -> None:
         """Write what was put, end the threads and leave the store; one that does not answer is left alone."""
-        if not self._writer.close(CLOSE_S):
+        has_ended = self._writer.close(CLOSE_S)
+        if not has_ended:
             logger.warning("--hicache-storage-backend: the store does not answer, and lacks the newest prefixes")
         for mover in (self._looker, self._reader):
-            mover.close(0.0)
-        if not self.is_away:
+            has_ended &= mover.close(END_S)
+        if has_ended and not self.is_away:  # its functions must not run meanwhile
             self._objects.store.close()
 
     # ---- on the looker's thread --------------------------------------------------------------------------------------
@@ -217,8 +219,9 @@ class StoreTier(ThreadedTier):
             self._note(error)
 
     def _read_one(self, stored: Stored, with_state: bool) -> Entry:
-        if (coming := self._coming.get(stored.key)) is not None:
-            return coming
+        coming = self._coming.get(stored.key)
+        if coming is not None and (coming.parent, coming.start) == (stored.parent, stored.start):
+            return coming  # not where another engine has stored the same text in other segments
         header: Header | None = None
         try:
             signed = self._objects.read_header(stored.key)
@@ -238,6 +241,8 @@ class StoreTier(ThreadedTier):
 
     def _touch(self, chain: Sequence[Stored]) -> None:
         """Note in the store that entries are used; those of which something is gone are forgotten."""
+        if time.monotonic() < self._retry_at:
+            return
         with self._lock:
             chain = [stored for stored in chain if stored.key not in self._coming]
             parts = [self._names.get(stored.key, []) for stored in chain]
@@ -296,8 +301,7 @@ class StoreTier(ThreadedTier):
                 self._note(error)
         finally:
             if lost is not None:
-                self._forget(stored)
-                self._lose(lost)
+                self._give_up(entry, stored, lost)
         if lost is None:
             with self._lock:
                 self._coming.pop(entry.key, None)
@@ -309,7 +313,9 @@ class StoreTier(ThreadedTier):
         header = self._header(entry.key)
         if header is None:
             return False
-        if not all(self._objects.store.have(self._objects.part_names(header))):
+        is_same = (header.parent, header.start) == (entry.parent, entry.start)
+        is_continued = is_same or not header.start or self._learn(header.parent)
+        if not (is_continued and all(self._objects.store.have(self._objects.part_names(header)))):
             self._objects.remove(entry.key, None)
             return False
         self._add(header)
