@@ -414,16 +414,16 @@ def test_a_text_whose_beginning_is_gone_is_written_anew(new_tier: NewTier, memor
 
 
 def test_what_waits_is_not_taken_for_other_segments_of_its_text(new_tier: NewTier, memory: StoreMemory) -> None:
+    """While it waits, the index may come to know how another engine has cut the text."""
     first, other = new_tier(), new_tier()
-    stored(first, LONG[:192])
-    assert look(other, LONG) == [192]
-    stored(first, LONG[:256])  # the store has (192, 256)
+    stored(first, LONG[:192], LONG[:256])
     memory.answers.clear()
-    put(other, LONG[:128], 0)
-    put(other, LONG[:256], 128)  # waits to be written as (128, 256)
-    chain = list(other.find(hash_of(LONG)))
+    put(other, LONG[:128])
+    put(other, LONG[:256], 128)
+    (waiting,) = (entry for entry in other._coming.values() if entry.start == 128)
     memory.answers.set()
     assert other.drain()
-    assert chain
-    assert fetch(other, LONG) == (LONG[:256], LONG[255])
-    assert not other.waiting()
+    third = new_tier()
+    assert look(third, LONG) == [192, 256]
+    third._coming[waiting.key] = waiting
+    assert fetch(third, LONG) == (LONG[:256], LONG[255])
