@@ -78,22 +78,24 @@ def _deploy(deployment: DeploymentFile, config: ClusterConfig, address: str, sta
     try:
         ray.init(address=address, namespace="serve", log_to_driver=True)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"ray_address {address}: {str(error).splitlines()[0]}") from None
-    is_deployed = False
+        raise ConfigError(f"ray_address {address}: {_first_line(error)}") from None
+    was_there = is_begun = is_deployed = False
     try:
         _end_at_signals(ended)  # Ray has handlers of its own, which end the process at once
         serve.start(http_options={"host": deployment.http.host, "port": deployment.http.port})
+        was_there = deployment.name in serve.status().applications
+        is_begun = True
         try:
             serve.run(application_of(config), name=deployment.name, route_prefix="/")
         except RuntimeError as error:
-            logger.error("%s has not started: %s", deployment.name, str(error).splitlines()[0])
+            logger.error("%s has not started: %s", deployment.name, _first_line(error))
             return 1
         is_deployed = True
         url = f"http://{deployment.http.host}:{deployment.http.port}"
         print(f"specmamba: ready at {url} (application: {deployment.name})", flush=True)
         return 0 if stays else _wait(serve, deployment.name, ended)
     finally:
-        if not (stays and is_deployed):
+        if is_begun and not (stays and (is_deployed or was_there)):
             _end(serve, deployment.name, is_own=address == _OWN)
         ray.shutdown()
 
@@ -114,10 +116,25 @@ def _wait(serve: Any, name: str, ended: threading.Event) -> int:
     """Wait for a signal, or until the application is gone. Returns the exit status."""
     with suppress(KeyboardInterrupt):
         while not ended.wait(_LOOK_S):
-            if name not in serve.status().applications:
-                logger.error("%s was deleted", name)
+            if (failure := _failure_of(serve, name)) is not None:
+                logger.error("%s %s", name, failure)
                 return 1
     return 0
+
+
+def _failure_of(serve: Any, name: str) -> str | None:
+    """Return why an application serves no more, for good; None: it does, or Ray mends it."""
+    try:
+        found = serve.status().applications.get(name)
+    except Exception as error:  # noqa: BLE001 -- of a cluster that is gone, Ray raises many
+        return f"cannot be seen any more: {_first_line(error)}"
+    if found is None:
+        return "was deleted"
+    return f"has failed: {found.message}" if str(found.status).endswith("DEPLOY_FAILED") else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _end(serve: Any, name: str, is_own: bool) -> None:

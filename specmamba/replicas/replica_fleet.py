@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
@@ -14,12 +15,16 @@ logger = logging.getLogger("specmamba")
 
 
 class ReplicaFleet:
-    """Replicas by index. Used by one thread; each process is started, and started again, on a thread of its own."""
+    """Replicas by index. Used by one thread; each process is started, and started again, on a thread of its own.
+
+    These threads say that a replica is gone, so there is a lock for what is on.
+    """
 
     def __init__(self, tasks: Sequence[ReplicaTask], launch: Launch) -> None:
         """``tasks``: one for each replica that there can be; none is started yet."""
         self._tasks = {task.index: task for task in tasks}
         self._launch = launch
+        self._lock = threading.RLock()  # guards the three fields below
         self._on: dict[int, ReplicaProcess] = {}
         self._ending: dict[int, ReplicaProcess] = {}
         self._gone: dict[int, str] = {}  # of those that are on: they cannot be started, and why
@@ -34,7 +39,8 @@ class ReplicaFleet:
     @property
     def on(self) -> Collection[int]:
         """Those that run, start, or wait to be started again."""
-        return [index for index in self._on if index not in self._gone]
+        with self._lock:
+            return [index for index in self._on if index not in self._gone]
 
     def reason(self, index: int) -> str | None:
         """Why a replica cannot be started; None: it can."""
@@ -46,18 +52,21 @@ class ReplicaFleet:
 
     def start(self, index: int) -> None:
         """Start a replica that is not on, when the process of its last time has ended."""
-        self._on.pop(index, None)
-        self._gone.pop(index, None)
-        before = self._ending.pop(index, None)
-        task = self._tasks[index]
-        self._on[index] = ReplicaProcess(task, self.arrivals.put, self._tell_gone, self._launch, before)
+        with self._lock:
+            self._on.pop(index, None)
+            self._gone.pop(index, None)
+            before = self._ending.pop(index, None)
+            task = self._tasks[index]
+            self._on[index] = ReplicaProcess(task, self.arrivals.put, self._tell_gone, self._launch, before)
 
     def retire(self, index: int, at_once: bool) -> None:
         """Start a replica no more. Its process ends with its connection, or is killed after a time or ``at_once``."""
-        process = self._on.pop(index, None)
-        self._gone.pop(index, None)
+        with self._lock:
+            process = self._on.pop(index, None)
+            self._gone.pop(index, None)
+            if process is not None:
+                self._ending[index] = process
         if process is not None:
-            self._ending[index] = process
             process.retire(at_once)
 
     def has(self, ready: ReadyReplica) -> bool:
@@ -73,17 +82,22 @@ class ReplicaFleet:
     @property
     def loss(self) -> ReplicaLostError | None:
         """Why there is no replica any more; None: one runs, or comes back."""
-        if not self._on or self.on:
-            return None
-        return ReplicaLostError(next(iter(self._gone.values())))
+        with self._lock:
+            if not self._on or self.on:
+                return None
+            return ReplicaLostError(next(iter(self._gone.values())))
 
-    def _tell_gone(self, index: int, reason: str) -> None:
-        """Note, on the thread of a replica, that it does not come back."""
-        text = f"replica {index} cannot be started: {reason}"
+    def _tell_gone(self, process: ReplicaProcess, reason: str) -> None:
+        """Note, on the thread of a replica, that it does not come back, unless it is out of service meanwhile."""
+        text = f"replica {process.index} cannot be started: {reason}"
         logger.error("%s", text)
-        self._gone[index] = text
+        with self._lock:
+            if self._on.get(process.index) is not process:
+                return
+            self._gone[process.index] = text
+            has_ended = self.loss is not None
         self.arrivals.put(text)
-        if self._on_end is not None and self.loss is not None:
+        if self._on_end is not None and has_ended:
             self._on_end(ReplicaLostError(text))
 
     def when_none_is_left(self, callback: Callable[[Exception], None]) -> None:

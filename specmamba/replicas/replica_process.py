@@ -44,7 +44,7 @@ class ReplicaProcess:
         self,
         task: ReplicaTask,
         on_ready: Callable[[ReadyReplica], None],
-        on_gone: Callable[[int, str], None],
+        on_gone: Callable[[ReplicaProcess, str], None],
         launch: Launch = ChildReplica,
         after: ReplicaProcess | None = None,
     ) -> None:
@@ -53,10 +53,11 @@ class ReplicaProcess:
         Args:
             task: of the replica.
             on_ready: called on the thread with each replica that is ready.
-            on_gone: called on the thread with the index and the reason when it cannot be started (any more).
+            on_gone: called on the thread with this object and the reason when it cannot be started (any more).
             launch: starts it, each time.
             after: one that ends, and has its memory until then.
         """
+        self.index = task.index
         self._task, self._on_ready, self._on_gone, self._launch = task, on_ready, on_gone, launch
         self._after = after
         self._process: Launched | None = None
@@ -67,8 +68,9 @@ class ReplicaProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has no process, and none will be started."""
-        return not self._thread.is_alive()
+        """Whether it has no process, nor has the one that it waits for, and none will be started."""
+        after = self._after
+        return not self._thread.is_alive() and (after is None or after.has_ended)
 
     def has(self, pid: int) -> bool:
         """Whether its process is the one with this id."""
@@ -92,6 +94,8 @@ class ReplicaProcess:
             process.wait(timeout_s)
             process.kill()
         self._thread.join(END_TIMEOUT_S)
+        if (after := self._after) is not None:
+            after.close(timeout_s)
 
     def retire(self, at_once: bool) -> None:
         """As ``close``, or ``abandon`` with ``at_once``, without waiting for it."""
@@ -106,14 +110,19 @@ class ReplicaProcess:
             if self._process is not None:
                 self._process.kill()
         self._thread.join(END_TIMEOUT_S)
+        if (after := self._after) is not None:
+            after.abandon()
 
     def has_ended_in(self, timeout_s: float) -> bool:
         """Wait for its end; returns whether it came within the time."""
         self._thread.join(timeout_s)
+        after = self._after
+        if after is not None and not self._thread.is_alive():
+            after.has_ended_in(timeout_s)
         return self.has_ended
 
     def _run(self) -> None:
-        num_failed, pause, index = 0, FIRST_PAUSE_S, self._task.index
+        num_failed, pause, index = 0, FIRST_PAUSE_S, self.index
         has_run = False
         while self._after is not None and not self._closing.is_set():
             if self._after.has_ended_in(END_LOOK_S):
@@ -131,7 +140,7 @@ class ReplicaProcess:
             has_run |= failure is None
             num_failed = 0 if failure is None else num_failed + 1
             if failure is not None and (not has_run or num_failed >= MAX_FAILED_STARTS):
-                self._on_gone(index, failure)
+                self._on_gone(self, failure)
                 return
             end = "nothing" if self._process is None else self._process.end
             logger.error("replica %d has ended with %s, and is started again", index, end)

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.loading import load_tokenizer
 from specmamba.engine.scheduler import EngineStats, TenantStats
-from specmamba.errors import QueueFullError, RequestError
+from specmamba.errors import QueueFullError, ReplicaLostError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.replicas.course import Course, work_of
 from specmamba.replicas.fleet_control import FleetControl
@@ -208,6 +209,8 @@ class ReplicatedEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Numbers of all replicas, a quarter of a second old at the most; requests without a replica are waiting."""
+        with suppress(ReplicaLostError):  # which the next step raises
+            self._links.take_arrivals()
         self._links.receive(0.0)
         found = merged([replica.stats for _, replica in sorted(self._links.ready.items())])
         if found is not None:
