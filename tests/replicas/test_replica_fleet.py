@@ -1,0 +1,64 @@
+"""Processes of replicas that start and end in turn, without what runs in them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from specmamba.replicas.replica_fleet import ReplicaFleet
+from specmamba.replicas.replica_launch import ReplicaTask
+
+
+class Launched:
+    """A replica that says that it is ready, and ends when it is told to."""
+
+    end = "nothing"
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._ended = pid, threading.Event()
+        self._messages: list[dict[str, Any]] = [{"ready": {}}]
+
+    def connection(self) -> Any:
+        return self
+
+    def receive(self) -> dict[str, Any] | None:
+        return self._messages.pop() if self._messages else None
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def finish(self) -> None:
+        self._ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._ended.wait(timeout_s)
+
+
+def test_one_starts_when_all_before_it_have_ended() -> None:
+    """Also where one was taken out of service while it waited: that one has nothing, what it waited for has memory."""
+    launched: list[Launched] = []
+
+    def launch(_: ReplicaTask) -> Launched:
+        launched.append(Launched(100 + len(launched)))
+        return launched[-1]
+
+    fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], launch)
+    fleet.start(0)
+    ready: Any = fleet.arrivals.get(timeout=5)
+    assert fleet.has(ready)
+    fleet.retire(0, at_once=False)
+    fleet.start(0)
+    fleet.retire(0, at_once=False)
+    time.sleep(0.3)
+    assert fleet.is_ending(0)
+    fleet.start(0)
+    time.sleep(0.3)
+    assert len(launched) == 1
+    launched[0].finish()
+    ready = fleet.arrivals.get(timeout=5)
+    assert ready.pid == 101
+    fleet.start_no_more()
+    launched[1].finish()
+    fleet.close()
