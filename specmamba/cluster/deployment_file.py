@@ -89,7 +89,7 @@ class DeploymentFile(_Part):
     ray_address: Annotated[str | None, Field(min_length=1)] = None  # of the cluster; None: one that is started here
     http: HttpPart = HttpPart()
     model: Annotated[str | None, Field(min_length=1)] = None
-    tp_size: Annotated[int, Field(ge=1)] = 1
+    tp_size: Annotated[int | None, Field(ge=1)] = None
     replicas: Annotated[int | None, Field(ge=1, le=64)] = None
     autoscaling: AutoscalingPart | None = None
     resources: ResourcesPart = ResourcesPart()

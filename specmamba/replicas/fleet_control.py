@@ -154,7 +154,7 @@ class FleetControl:
         if not free:
             return
         self._num_grown += 1
-        logger.warning("replica %d is started: the others have much to do", free[0])
+        logger.warning("replica %d is started: the others have much to do, or are too few", free[0])
         self._bring(free[0])
 
     def _shrink(self) -> None:
