@@ -31,7 +31,7 @@ from pydantic import Field
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.comparison import median_interval, over_best
-from specmamba.measure.prompts import bundled_texts, encode_with_continuation, model_name
+from specmamba.measure.prompts import continued_prompts, model_name
 from specmamba.measure.report import (
     Count,
     JsonOption,
@@ -208,9 +208,7 @@ def jobs_of(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, number: int) -> l
     from specmamba.measure.full_batch import Job
 
     params = SamplingParams(max_tokens=config.max_tokens, temperature=cell.temperature, seed=number, ignore_eos=True)
-    texts = [text for text in bundled_texts() if text.continuation]
-    rows = [texts[(i + number) % len(texts)] for i in range(cell.requests)]
-    pairs = [encode_with_continuation(text, llm.engine.tokenizer) for text in rows]
+    pairs = continued_prompts(llm.engine.tokenizer, cell.requests, number)
     return [
         Job(tuple(prompt), params, tuple(follows[: config.max_tokens]) if cell.is_given else ())
         for prompt, follows in pairs

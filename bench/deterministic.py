@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.comparison import median_interval
-from specmamba.measure.prompts import bundled_texts, encode_with_continuation, model_name
+from specmamba.measure.prompts import continued_prompts, model_name
 from specmamba.measure.report import (
     Count,
     JsonOption,
@@ -131,9 +131,8 @@ def jobs_of(llm: LLM, max_tokens: int, size: int, number: int) -> list[Job]:
     from specmamba import SamplingParams
     from specmamba.measure.full_batch import Job
 
-    texts = [text for text in bundled_texts() if text.continuation]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    pairs = [encode_with_continuation(texts[(i + number) % len(texts)], llm.engine.tokenizer) for i in range(size)]
+    pairs = continued_prompts(llm.engine.tokenizer, size, number)
     return [Job(tuple(prompt), params, tuple(follows[:max_tokens])) for prompt, follows in pairs]
 
 

@@ -132,6 +132,12 @@ def encode_with_continuation(text: PromptText, tokenizer: TextTokenizer) -> tupl
     return whole[:split], whole[split:]
 
 
+def continued_prompts(tokenizer: TextTokenizer, count: int, number: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens of bundled prompts and of what follows them in their source, ``count`` of them; others each round."""
+    texts = [text for text in bundled_texts() if text.continuation]
+    return [encode_with_continuation(texts[(i + number) % len(texts)], tokenizer) for i in range(count)]
+
+
 def _length_of_common_start(a: Sequence[int], b: Sequence[int]) -> int:
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from specmamba.cache.tiers.entry_folder import EntryFolder
 from specmamba.cache.tiers.entry_index import EntryIndex, Stored
 from specmamba.cache.tiers.mover import Mover
 from specmamba.cache.tiers.prefix_hash import HEAD_TOKENS, PrefixHasher
-from specmamba.cache.tiers.tier import Load
+from specmamba.cache.tiers.tier import Load, Tier
 from specmamba.errors import ConfigError
 from tests.radix import array
 
@@ -76,8 +76,13 @@ def ends(tier: DiskTier, text: tuple[int, ...], salt: str | None = None) -> list
 
 
 def fetch(tier: DiskTier, text: tuple[int, ...]) -> object:
-    """What a load of a text brings: (tokens, value of the state), or the reason of a miss."""
-    load = tier.load(tier.find(hash_of(tier, text, None, None)))
+    """What a load of a text brings, as ``loaded`` has it."""
+    return loaded(tier, tier.find(hash_of(tier, text, None, None)))
+
+
+def loaded(tier: Tier, chain: Sequence[Stored]) -> object:
+    """What a load of a chain brings: (tokens, value of the state), or the reason of a miss."""
+    load = tier.load(chain)
     assert load is not None
     result = wait_for(load)
     tier.release(load)

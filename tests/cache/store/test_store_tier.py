@@ -22,7 +22,7 @@ from specmamba.cache.tiers.store.store_settings import StoreKeys, StoreSettings
 from specmamba.cache.tiers.store.store_tier import StoreTier
 from specmamba.errors import ConfigError
 from tests.cache.store.memory_store import MemoryStore, StoreMemory, library_on
-from tests.cache.test_disk_tier import LAYOUT, OTHER, SECRET, TEXT, wait_for
+from tests.cache.test_disk_tier import LAYOUT, OTHER, SECRET, TEXT, loaded
 from tests.radix import array
 
 LONG = tuple(number % 250 for number in range(400))
@@ -78,17 +78,8 @@ def look(tier: StoreTier, text: tuple[int, ...], salt: str | None = None) -> lis
 
 
 def fetch(tier: StoreTier, text: tuple[int, ...]) -> object:
-    """What a load of a text brings: (tokens, value of the state), or the reason of a miss."""
-    load = tier.load(tier.find(hash_of(text)))
-    assert load is not None
-    result = wait_for(load)
-    tier.release(load)
-    if isinstance(result, str):
-        return result
-    assert isinstance(result, tuple)
-    assert result[-1].state is not None
-    tokens = np.concatenate([entry.tokens[0] for entry in result])[::4]
-    return tuple(map(int, tokens)), int(result[-1].state[0][0])
+    """What a load of a text brings, as ``loaded`` has it."""
+    return loaded(tier, tier.find(hash_of(text)))
 
 
 def stored(tier: StoreTier, *texts: tuple[int, ...]) -> None:
