@@ -20,7 +20,6 @@ from specmamba.kernels.state_records.tiles import (
 )
 from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
 
-ROWS = 16  # of the system of a long prompt's chunk: blocks that are inverted side by side, and then joined
 MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
 
 
@@ -157,7 +156,7 @@ def _extend_variant(state_dtype: str, key_dim: int, is_exact: bool = True) -> Va
 
 def _chunks_variant(key_dim: int) -> Variant:
     tile, kernel = chunks_tile(key_dim, 128), chunks.chunks_kernel
-    constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16", BLOCK_ROWS=ROWS)
+    constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16")
     made = chunk_variant(f"prefill chunks K={key_dim} V=128", kernel, tile, constants)
     return replace(made, work=Work(COUNTED_TOKENS // CHUNK, {}))
 

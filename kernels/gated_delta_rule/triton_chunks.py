@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from specmamba.kernels.gated_delta_rule.triton_kernels import join_inverses
+from specmamba.kernels.gated_delta_rule.triton_kernels import inverse
 from specmamba.kernels.state_records.triton_prefill import (
     chunk_decays,
     leave_decays,
@@ -12,27 +12,6 @@ from specmamba.kernels.state_records.triton_prefill import (
     split,
     store_parts,
 )
-
-
-@triton.jit
-def blocked_inverse(system, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """``inverse`` of a large system: all blocks of BLOCK rows on its diagonal side by side, then these are joined."""
-    size: tl.constexpr = system.shape[0]
-    count: tl.constexpr = size // BLOCK
-    at_block, at_row, at = tl.arange(0, count), tl.arange(0, BLOCK), tl.arange(0, size)
-    is_diagonal = at_block[:, None, None, None] == at_block[None, None, :, None]
-    in_blocks = tl.reshape(system, [count, BLOCK, count, BLOCK])
-    diagonal = tl.sum(tl.where(is_diagonal, in_blocks, 0.0), 2)
-    rows, columns = at_row[None, :, None], at_row[None, None, :]
-    result = tl.where(rows == columns, 1.0, 0.0) - tl.where((rows == columns + 1) & (columns % 2 == 0), diagonal, 0.0)
-    for level in tl.static_range(1, 7):
-        if (1 << level) < BLOCK:
-            result = join_inverses(result, diagonal, rows, columns, level, PARTS)
-    result = tl.reshape(tl.where(is_diagonal, result[:, :, None, :], 0.0), [size, size])
-    for level in tl.static_range(1, 7):
-        if (1 << level) >= BLOCK and (1 << level) < size:
-            result = join_inverses(result, system, at[:, None], at[None, :], level, PARTS)
-    return result
 
 
 @triton.jit(do_not_specialize=["first", "num_tokens", "num_chunks"])
@@ -61,7 +40,6 @@ def chunks_kernel(
     BLOCK_VALUES: tl.constexpr,
     PADDED_KEYS: tl.constexpr,  # K'
     PADDED_VALUES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,  # of the system, inverted at once
     PARTS: tl.constexpr,
 ):
     """All of a chunk that needs decays, and not the state.
@@ -89,7 +67,7 @@ def chunks_kernel(
     beta_chunk = tl.load(beta + token, mask=is_token, other=0.0)
     system = beta_chunk[:, None] * tl.load(grams_at + BLOCK_TOKENS * BLOCK_TOKENS) * between
     system = tl.where(at_c[:, None] > at_c[None, :], system, 0.0)
-    inverted = blocked_inverse(system, BLOCK_ROWS, PARTS) * beta_chunk[None, :]
+    inverted = inverse(system, PARTS) * beta_chunk[None, :]
 
     high, low = split(inverted)
     v_at = v + row * v_row_stride + head * v_head_stride + at[:, None].to(tl.int64) * v_token_stride

@@ -11,7 +11,6 @@ from specmamba.kernels.gated_delta_rule import triton_channels as channels
 from specmamba.kernels.gated_delta_rule import triton_chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
-    ROWS,
     chain_tile,
     channel_tile,
     constexprs,
@@ -20,7 +19,7 @@ from specmamba.kernels.gated_delta_rule.tiles import (
     root_tile,
     tree_tile,
 )
-from specmamba.kernels.gpu import DELTA_RULE_CHUNKS, is_form_chosen, launch
+from specmamba.kernels.gpu import launch
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
 from specmamba.kernels.state_records.tiles import chunk_constants, chunks_tile
@@ -125,8 +124,8 @@ def extend_in_place(
             largest finite number.
         slots: [B] int64, distinct but for 0, which is padding: not read, not written.
         lengths: [B] int64; tokens from lengths[b] on are padding.
-        model_dtype: of 16 bits, products run in parts of bfloat16, and long prompts with decays by head in
-            several launches where ``has_chunks``.
+        model_dtype: of 16 bits, products run in parts of bfloat16, and long prompts with decays by head run in
+            several launches.
 
     Returns:
         Output [B, L, Hv, V]; zeros on padding and for rows of slot 0.
@@ -137,7 +136,7 @@ def extend_in_place(
     if out.numel() == 0:
         return out
     parts = parts_of(model_dtype, v.device)
-    if parts != "none" and g.dim() == 3 and is_long(num_tokens, key_dim) and has_chunks():
+    if parts != "none" and g.dim() == 3 and is_long(num_tokens, key_dim):
         _prefill(q, k, v, g, beta, out, Places(states, slots, lengths), parts)
         return out
     work: tuple[Tensor | None, ...] = ()
@@ -156,16 +155,11 @@ def extend_in_place(
     return out
 
 
-def has_chunks() -> bool:
-    """Whether long prompts run in chunks side by side: off, since results were wrong on a GPU."""
-    return is_form_chosen(DELTA_RULE_CHUNKS)
-
-
 def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, places: Places, parts: str) -> None:
     """Long prompts: chunks side by side, states from chunk to chunk, and outputs side by side again."""
     (batch, num_tokens, heads, value_dim), key_dim, kernel = v.shape, k.shape[3], triton_chunks.chunks_kernel
     tile = chunks_tile(key_dim, value_dim)
-    constants = chunk_constants(kernel, tile, key_dim, value_dim, heads // k.shape[2], parts, BLOCK_ROWS=ROWS)
+    constants = chunk_constants(kernel, tile, key_dim, value_dim, heads // k.shape[2], parts)
 
     def prepare(chunks: Chunks, first: int, now: int) -> None:
         written = chunks.weights, chunks.updates, chunks.scores, chunks.decays

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu.switch import DELTA_RULE_CHUNKS as DELTA_RULE_CHUNKS
 from specmamba.kernels.gpu.switch import FOLDING as FOLDING
 from specmamba.kernels.gpu.switch import MULTIPLYING_CODES as MULTIPLYING_CODES
 from specmamba.kernels.gpu.switch import SWITCH as SWITCH
@@ -66,11 +65,6 @@ def runs_on(device: torch.device, *operators: str) -> bool:
 def is_chosen(operator: str) -> bool:
     """Whether ``SPECMAMBA_TRITON`` lets an operator (a folder of ``kernels``) run in Triton where that is possible."""
     return operator in choice().operators
-
-
-def is_form_chosen(form: str) -> bool:
-    """Whether ``SPECMAMBA_TRITON`` asks for one of ``UNFINISHED_FORMS``, which are off otherwise."""
-    return form in choice().forms
 
 
 def folds_in_verify(device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Which operators run in Triton: ``SPECMAMBA_TRITON``.
 
 Unset: all of them. ``0``: none. ``interpret``: all, on CPU tensors too. ``moe,linear``: these alone.
-``-moe,-linear``: all but these. Beside names may stand ``interpret``, and ``+`` with a form that is off otherwise.
+``-moe,-linear``: all but these. ``interpret`` may stand beside names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ SWITCH = "SPECMAMBA_TRITON"
 
 # A verify that folds pending records folds states in one of these operators and windows in another: all or none.
 FOLDING = ("causal_conv1d", "gated_delta_rule", "selective_scan", "short_conv", "ssd")
-# Forms that run only where ``+NAME`` asks for them: for work on what is wrong with them.
-DELTA_RULE_CHUNKS = "delta_rule_chunks"  # wrong results on an H100 with Triton 3.6; right in the interpreter
-UNFINISHED_FORMS = (DELTA_RULE_CHUNKS,)
 # One layout of quantized matrices serves both.
 MULTIPLYING_CODES = ("linear", "moe")
 
@@ -29,7 +26,6 @@ class Choice:
 
     operators: frozenset[str]  # those that run in Triton
     is_interpreted: bool  # on CPU tensors too
-    forms: frozenset[str] = frozenset()  # of ``UNFINISHED_FORMS``
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -53,13 +49,9 @@ def parse(setting: str) -> Choice:
     """Read a value of the variable.
 
     Raises:
-        ValueError: an operator or a form that does not exist, or names with and without a minus together.
+        ValueError: an operator that does not exist, or names with and without a minus together.
     """
-    given = [word.strip() for word in setting.split(",") if word.strip()]
-    words = [word for word in given if not word.startswith("+")]
-    forms = frozenset(word.removeprefix("+") for word in given if word.startswith("+"))
-    if unknown := forms - set(UNFINISHED_FORMS):
-        raise ValueError(f"{SWITCH}={setting}: forms are {', '.join(UNFINISHED_FORMS)}, not {min(unknown)!r}")
+    words = [word.strip() for word in setting.split(",") if word.strip()]
     is_interpreted = "interpret" in words
     words = [word for word in words if word not in ("interpret", "1")]
     if words == ["0"] and not is_interpreted:
@@ -68,10 +60,10 @@ def parse(setting: str) -> Choice:
     names = [word.removeprefix("-") for word in words]
     _require_known(setting, names)
     if not unwanted:
-        return Choice(frozenset(names or operators()), is_interpreted, forms)
+        return Choice(frozenset(names or operators()), is_interpreted)
     if len(unwanted) < len(words):
         raise ValueError(f"{SWITCH}={setting}: name the operators to run in Triton, or with - those not to, not both")
-    return Choice(frozenset(operators()) - set(names), is_interpreted, forms)
+    return Choice(frozenset(operators()) - set(names), is_interpreted)
 
 
 def _require_known(setting: str, names: Iterable[str]) -> None:

@@ -55,16 +55,9 @@ def test_what_a_setting_means(setting: str, operators: set[str], is_interpreted:
     assert set(choice.off) == set(ALL) - operators
 
 
-def test_unfinished_forms_are_asked_for() -> None:
-    assert not switch.parse("").forms
-    choice = switch.parse("interpret,-tree,+delta_rule_chunks")
-    assert choice == switch.Choice(frozenset(ALL) - {"tree"}, True, frozenset({switch.DELTA_RULE_CHUNKS}))
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("+chunks", "forms are delta_rule_chunks, not 'chunks'"),
         ("moe,rope", "there is no operator 'rope' in Triton; there are 0, interpret, causal_conv1d, .*, tree, and"),
         ("-rope", "there is no operator 'rope'"),
         ("interpret,0", "there is no operator '0'"),

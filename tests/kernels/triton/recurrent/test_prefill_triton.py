@@ -20,10 +20,6 @@ from specmamba.kernels.ssd import triton_ops as ssd_ops
 from specmamba.kernels.state_records import prefill, triton_prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-of_delta_rule = pytest.mark.skipif(
-    torch.cuda.is_available() and not triton_ops.has_chunks(),
-    reason="its results were wrong on a GPU; SPECMAMBA_TRITON=+delta_rule_chunks runs it",
-)
 
 KERNELS = [
     (triton_prefill, "grams_kernel"),
@@ -33,12 +29,6 @@ KERNELS = [
     (triton_kernels, "extend_kernel"),
     (triton_channels, "channel_extend_kernel"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def with_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the delta rule run in chunks, which is off otherwise."""
-    monkeypatch.setattr(triton_ops, "has_chunks", lambda: True)
 
 
 class Prompts:
@@ -80,7 +70,6 @@ def error(mine: Tensor, right: Tensor) -> float:
     return float((mine - right).abs().max() / right.abs().max())
 
 
-@of_delta_rule
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("heads", "dtype", "part"),
@@ -135,7 +124,6 @@ def errors_of(tokens: Tokens, state: Tensor, device: str) -> tuple[list[float], 
     return mine, [error(plain_out, want[0, :, 0]), error(plain_state, wanted[0, 0])]
 
 
-@of_delta_rule
 def test_errors_are_far_below_those_of_plain_bfloat16(gpu_device: str) -> None:
     tokens, state = make_tokens(1, 200, (1, 1, 64, 32), seed=3)
     mine, plain = errors_of(tokens, state, gpu_device)
@@ -144,7 +132,6 @@ def test_errors_are_far_below_those_of_plain_bfloat16(gpu_device: str) -> None:
     assert 16 * max(mine) < min(plain)
 
 
-@of_delta_rule
 def test_strong_decays_lose_nothing(gpu_device: str) -> None:
     """From 0 to -3000, mixed: what lies between two tokens is a sum, where differences lose all digits."""
     tokens = strong_decay.make_tokens("gated_delta_rule", 1, 150, (1, 1, 32, 16), seed=4)
@@ -153,7 +140,6 @@ def test_strong_decays_lose_nothing(gpu_device: str) -> None:
     assert max(mine) < 2**-13
 
 
-@of_delta_rule
 def test_keys_that_repeat_and_large_steps(gpu_device: str) -> None:
     """Steps of up to 2 mirror the state at keys that repeat: powers of the system are then large, inverses are not."""
     tokens, state = make_tokens(1, 135, (1, 1, 16, 16), seed=6)
@@ -166,7 +152,6 @@ def test_keys_that_repeat_and_large_steps(gpu_device: str) -> None:
     assert 4 * max(mine) < max(plain)
 
 
-@of_delta_rule
 @pytest.mark.parametrize("field", Tokens._fields)
 def test_nan_stays_in_its_row(field: str, gpu_device: str) -> None:
     tokens, state = make_tokens(2, 129, (1, 1, 8, 8), seed=7)
@@ -195,7 +180,6 @@ class Noted:
 LONG = [name for _, name in KERNELS[:4]]
 
 
-@of_delta_rule
 @pytest.mark.parametrize(
     ("num_tokens", "key_dim", "dtype", "launched"),
     [
@@ -221,10 +205,6 @@ def test_the_shape_and_the_model_choose(
     by_channel = test_kda_rule.make_tokens(1, num_tokens, heads, seed=9)
     triton_ops.extend_in_place(*by_channel, torch.cat([state, state]), one, one, dtype)
     assert found == ["channel_extend_kernel"]
-    monkeypatch.setattr(triton_ops, "has_chunks", lambda: False)
-    found.clear()
-    triton_ops.extend_in_place(*tokens, torch.cat([state, state]), one, one, dtype)
-    assert found == ["extend_kernel"]
 
 
 @pytest.mark.fast_cases(1)
