@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +143,8 @@ def _prompt_variants() -> list[Variant]:
     """Of known tokens: 32 at a time, and chunks of long prompts."""
     return [
         *(_extend_variant(*of) for of in (("bf16", 128), ("fp32", 256), ("fp32", 128, False), ("bf16", 128, False))),
-        *(_chunks_variant(key_dim) for key_dim in (128, 64)),
+        *_chunks_variants(128),
+        *list(_chunks_variants(64))[1:],
     ]
 
 
@@ -154,11 +155,13 @@ def _extend_variant(state_dtype: str, key_dim: int, is_exact: bool = True) -> Va
     return replace(made, work=Work(grid_of(tile, 1, 1, 128)[0], sizes))
 
 
-def _chunks_variant(key_dim: int) -> Variant:
-    tile, kernel = chunks_tile(key_dim, 128), chunks.chunks_kernel
-    constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16")
-    made = chunk_variant(f"prefill chunks K={key_dim} V=128", kernel, tile, constants)
-    return replace(made, work=Work(COUNTED_TOKENS // CHUNK, {}))
+def _chunks_variants(key_dim: int) -> Iterator[Variant]:
+    tile = chunks_tile(key_dim, 128)
+    for what, kernel in (("systems", chunks.systems_kernel), ("updates", chunks.updates_kernel)):
+        constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16")
+        name = f"prefill {what}" + f" K={key_dim} V=128" * ("BLOCK_KEYS" in constants)
+        made = chunk_variant(name, kernel, tile, constants)
+        yield replace(made, work=Work(COUNTED_TOKENS // CHUNK, {}))
 
 
 def _channel_variants() -> list[Variant]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
-from specmamba.kernels.gated_delta_rule import triton_chunks
+from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
     chain_tile,
@@ -157,16 +157,23 @@ def extend_in_place(
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, places: Places, parts: str) -> None:
     """Long prompts: chunks side by side, states from chunk to chunk, and outputs side by side again."""
-    (batch, num_tokens, heads, value_dim), key_dim, kernel = v.shape, k.shape[3], triton_chunks.chunks_kernel
-    tile = chunks_tile(key_dim, value_dim)
-    constants = chunk_constants(kernel, tile, key_dim, value_dim, heads // k.shape[2], parts)
+    (batch, num_tokens, heads, value_dim), key_dim, tile = v.shape, k.shape[3], chunks_tile(k.shape[3], v.shape[3])
+    sizes, (systems, updates) = (
+        (key_dim, value_dim, heads // k.shape[2], parts),
+        (chunks.systems_kernel, chunks.updates_kernel),
+    )
 
-    def prepare(chunks: Chunks, first: int, now: int) -> None:
-        written = chunks.weights, chunks.updates, chunks.scores, chunks.decays
+    def prepare(c: Chunks, first: int, now: int) -> None:
+        grid = now, heads, batch
         launch(
-            *(kernel, (now, heads, batch), tile, constants),
-            *(v, g, beta, chunks.keys, chunks.grams, *written, places.slots, places.lengths),
-            *(first, num_tokens, chunks.num_chunks, *v.stride()[:3]),
+            *(systems, grid, tile, chunk_constants(systems, tile, *sizes)),
+            *(g, beta, c.grams, c.solutions, c.scores, c.decays, places.slots, places.lengths),
+            *(first, num_tokens, c.num_chunks),
+        )
+        launch(
+            *(updates, grid, tile, chunk_constants(updates, tile, *sizes)),
+            *(v, c.keys, c.solutions, c.weights, c.updates, c.decays, places.slots, places.lengths),
+            *(first, c.num_chunks, *v.stride()[:3]),
         )
 
     prefill_in_place(q, k, v, out, places, parts, prepare, has_system=True)

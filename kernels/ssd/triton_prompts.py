@@ -39,7 +39,7 @@ def scores_kernel(
     is_token, has_next = at < length, (at + 1 < length) & (at_c + 1 < BLOCK_TOKENS)
     token, tile = (row * num_tokens + at) * num_heads + head, (row * num_heads + head) * num_chunks + chunk
     of_decays = decays + tile * (2 * BLOCK_TOKENS)
-    g_chunk, _ = leave_decays(of_decays, g + token, num_heads, at_c, is_token, has_next, BLOCK_TOKENS)
+    g_chunk = leave_decays(of_decays, g + token, num_heads, at_c, is_token, has_next, BLOCK_TOKENS)
     in_chunk = at_c[:, None] * BLOCK_TOKENS + at_c[None, :]
     group_tile = (row * (num_heads // GROUP) + head // GROUP) * num_chunks + chunk
     c_b = tl.load(grams + group_tile * (2 * BLOCK_TOKENS * BLOCK_TOKENS) + in_chunk)

@@ -13,9 +13,9 @@ from specmamba.kernels.state_records import triton_prefill as kernels
 from specmamba.kernels.state_records.tiles import CHUNK, chunk_constants, chunks_tile, outputs_tile, states_tile
 from specmamba.kernels.state_records.triton_ops import block
 
-SHORT = 2 * CHUNK  # tokens up to which there is too little to do side by side: one launch instead of four
+SHORT = 2 * CHUNK  # tokens up to which there is too little to do side by side: one launch instead of four or five
 MAX_KEYS = 128  # of a state that stays in registers
-PART = 2048  # tokens of all rows whose chunks are in memory at once: 176 MiB for 16 and 32 heads of 128 x 128
+PART = 2048  # tokens of all rows whose chunks are in memory at once: 192 MiB for 16 and 32 heads of 128 x 128
 
 
 Sizes = tuple[int, int, int, str]  # keys, values, value heads of a key head; parts of products
@@ -34,6 +34,7 @@ class Chunks(NamedTuple):
 
     keys: Tensor  # [B, Hk, chunks, 2, C, K]
     grams: Tensor  # [B, Hk, chunks, 2, C, C] float32: Q K^T, K K^T
+    solutions: Tensor | None  # [B, Hv, chunks, 2, C, C] of the chunk's system; None: there is none
     weights: Tensor | None  # [B, Hv, chunks, 2, C, K] of the state in updates; None: these do not depend on it
     updates: Tensor  # [B, Hv, chunks, 2, C, V]
     scores: Tensor  # [B, Hv, chunks, 2, C, C]
@@ -56,6 +57,7 @@ class Chunks(NamedTuple):
         return cls(
             parts(of_k, CHUNK, keys),
             k.new_empty(*of_k, count, 2, CHUNK, CHUNK),
+            parts(of_v, CHUNK, CHUNK) if has_system else None,
             parts(of_v, CHUNK, keys) if has_system else None,
             parts(of_v, CHUNK, values),
             parts(of_v, CHUNK, CHUNK),

@@ -73,7 +73,7 @@ def _fold_variant(what: str, dtype: str, key_dim: int, value_dim: int, by_channe
 
 
 POINTERS = {
-    **dict.fromkeys(("keys", "weights", "updates", "scores", "before"), "bf16"),
+    **dict.fromkeys(("keys", "solutions", "weights", "updates", "scores", "before"), "bf16"),
     **dict.fromkeys(("q", "k", "v", "g", "beta", "c", "b", "u", "out", "work", "decays", "grams"), "fp32"),
     **dict.fromkeys(("slots", "lengths"), "i64"),
 }

@@ -43,7 +43,7 @@ def store_parts(at, x, SIZE: tl.constexpr):
 
 @triton.jit
 def leave_decays(at_first, g, num_heads, at_c, is_token, has_next, BLOCK_TOKENS: tl.constexpr):
-    """Log decays of a chunk's tokens, and decays from its start up to each of them; both kinds are left to the others.
+    """Log decays of a chunk's tokens; decays up to each of them and behind it are left to the other kernels.
 
     ``at_first``: where those of the chunk go; ``g``: [C], where log decays of one head are.
     """
@@ -52,7 +52,7 @@ def leave_decays(at_first, g, num_heads, at_c, is_token, has_next, BLOCK_TOKENS:
     behind = tl.exp(tl.cumsum(tl.load(g + num_heads, mask=has_next, other=0.0), 0, reverse=True))
     tl.store(at_first + at_c, up_to)
     tl.store(at_first + BLOCK_TOKENS + at_c, behind)
-    return own, up_to
+    return own
 
 
 @triton.jit

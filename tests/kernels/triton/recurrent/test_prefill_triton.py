@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 KERNELS = [
     (triton_prefill, "grams_kernel"),
-    (triton_chunks, "chunks_kernel"),
+    (triton_chunks, "systems_kernel"),
+    (triton_chunks, "updates_kernel"),
     (triton_prefill, "states_kernel"),
     (triton_prefill, "outputs_kernel"),
     (triton_kernels, "extend_kernel"),
@@ -177,7 +178,7 @@ class Noted:
         return lambda *_, **__: self._launched.append(self._name)
 
 
-LONG = [name for _, name in KERNELS[:4]]
+LONG = [name for _, name in KERNELS[:5]]
 
 
 @pytest.mark.parametrize(
