@@ -20,6 +20,7 @@ from specmamba.kernels.state_records.tiles import (
 )
 from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
 
+ROWS = 32  # of a long prompt's chunk in one program that multiplies with the solution of its system
 MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
 
 
@@ -158,10 +159,11 @@ def _extend_variant(state_dtype: str, key_dim: int, is_exact: bool = True) -> Va
 def _chunks_variants(key_dim: int) -> Iterator[Variant]:
     tile = chunks_tile(key_dim, 128)
     for what, kernel in (("systems", chunks.systems_kernel), ("updates", chunks.updates_kernel)):
-        constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16")
-        name = f"prefill {what}" + f" K={key_dim} V=128" * ("BLOCK_KEYS" in constants)
-        made = chunk_variant(name, kernel, tile, constants)
-        yield replace(made, work=Work(COUNTED_TOKENS // CHUNK, {}))
+        constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16", BLOCK_ROWS=ROWS)
+        is_of_keys = "BLOCK_KEYS" in constants
+        made = chunk_variant(f"prefill {what}" + f" K={key_dim} V=128" * is_of_keys, kernel, tile, constants)
+        programs = COUNTED_TOKENS // (ROWS if is_of_keys else CHUNK)
+        yield replace(made, work=Work(programs, {}))
 
 
 def _channel_variants() -> list[Variant]:

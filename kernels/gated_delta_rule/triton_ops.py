@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
-from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
+from specmamba.kernels.gated_delta_rule import triton_chunks as c
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
+    ROWS,
     chain_tile,
     channel_tile,
     constexprs,
@@ -22,7 +23,7 @@ from specmamba.kernels.gated_delta_rule.tiles import (
 from specmamba.kernels.gpu import launch
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
-from specmamba.kernels.state_records.tiles import chunk_constants, chunks_tile
+from specmamba.kernels.state_records.tiles import CHUNK, chunk_constants, chunks_tile
 from specmamba.kernels.state_records.triton_ops import MAX_CHAIN, parts_of
 
 PADDING_SLOT, NO_SLOT = 0, -1
@@ -158,22 +159,20 @@ def extend_in_place(
 def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, places: Places, parts: str) -> None:
     """Long prompts: chunks side by side, states from chunk to chunk, and outputs side by side again."""
     (batch, num_tokens, heads, value_dim), key_dim, tile = v.shape, k.shape[3], chunks_tile(k.shape[3], v.shape[3])
-    sizes, (systems, updates) = (
-        (key_dim, value_dim, heads // k.shape[2], parts),
-        (chunks.systems_kernel, chunks.updates_kernel),
-    )
+    sizes, systems, updates = (key_dim, value_dim, heads // k.shape[2], parts), c.systems_kernel, c.updates_kernel
+    of_systems = chunk_constants(systems, tile, *sizes)
+    of_updates = chunk_constants(updates, tile, *sizes, BLOCK_ROWS=ROWS)
 
-    def prepare(c: Chunks, first: int, now: int) -> None:
-        grid = now, heads, batch
+    def prepare(chunks: Chunks, first: int, now: int) -> None:
+        where, num_chunks = (chunks.decays, places.slots, places.lengths), chunks.num_chunks
         launch(
-            *(systems, grid, tile, chunk_constants(systems, tile, *sizes)),
-            *(g, beta, c.grams, c.solutions, c.scores, c.decays, places.slots, places.lengths),
-            *(first, num_tokens, c.num_chunks),
+            *(systems, (now, heads, batch), tile, of_systems),
+            *(g, beta, chunks.grams, chunks.solutions, chunks.scores, *where, first, num_tokens, num_chunks),
         )
         launch(
-            *(updates, grid, tile, chunk_constants(updates, tile, *sizes)),
-            *(v, c.keys, c.solutions, c.weights, c.updates, c.decays, places.slots, places.lengths),
-            *(first, c.num_chunks, *v.stride()[:3]),
+            *(updates, (now * (CHUNK // ROWS), heads, batch), tile, of_updates),
+            *(v, chunks.keys, chunks.solutions, chunks.weights, chunks.updates, *where),
+            *(first, num_chunks, *v.stride()[:3]),
         )
 
     prefill_in_place(q, k, v, out, places, parts, prepare, has_system=True)
