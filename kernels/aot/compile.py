@@ -22,9 +22,12 @@ from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from specmamba.kernels.aot.addresses import wrong_addresses
 from specmamba.kernels.aot.instructions import count_instructions, disassemble
 from specmamba.kernels.aot.table import Resources, Target, read_amdgcn, read_ptxas_log
 from specmamba.kernels.gpu import Variant
+
+HOPPER = 90  # has products that are given addresses of operands
 
 # Of a process that compiles. Without the second, a kernel from the cache has no log of ptxas.
 ENVIRONMENT = {"TRITON_DUMP_PTXAS_LOG": "1", "TRITON_ALWAYS_COMPILE": "1"}
@@ -83,7 +86,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
     """Compile as a launch would, and read what the code needs. ``ENVIRONMENT`` must be set.
 
     Raises:
-        ValueError: the variant does not fit its kernel, or a figure cannot be read.
+        ValueError: the variant does not fit its kernel, a figure cannot be read, or products read what is no operand.
         Exception: any that Triton raises for a kernel that it cannot compile.
     """
     ptxas_log = io.StringIO()
@@ -98,8 +101,10 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
             },
         )
     if target.backend == "cuda":
-        needed = read_ptxas_log(ptxas_log.getvalue(), compiled.metadata.shared)
-        return replace(needed, instructions=_instructions(variant, compiled.asm["cubin"]) if target.is_counted else 0)
+        needed, cubin = read_ptxas_log(ptxas_log.getvalue(), compiled.metadata.shared), compiled.asm["cubin"]
+        if target.arch == HOPPER and (wrong := wrong_addresses(disassemble(cubin), needed.shared)):
+            raise ValueError(f"wrong machine code: {wrong[0]}, and {len(wrong) - 1} more")
+        return replace(needed, instructions=_instructions(variant, cubin) if target.is_counted else 0)
     return read_amdgcn(compiled.asm["amdgcn"], compiled.metadata.shared)
 
 
