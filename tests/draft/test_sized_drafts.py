@@ -203,6 +203,18 @@ def test_missed_tokens_of_rows_that_take_part_in_few_steps(monkeypatch: pytest.M
     assert (one.num_lost, one.newest_lost, one.tokens) == (1, 7, [])
 
 
+def test_missed_steps_of_several_tokens_between_those_of_one() -> None:
+    missed = missed_steps.MissedSteps()
+    states = torch.arange(20.0).reshape(2, 10, 1)
+    for first, decided in ((0, [[1], [51]]), (1, [[2], [52]]), (2, [[3, 4], [53]]), (4, [[5], [54]]), (5, [[6], [55]])):
+        missed.add(((1, 2), decided, states[:, first : first + max(map(len, decided))]))
+    missed.forget(2)
+    missed.add(((1, 2), [[7], [61]], states[:, 6:7]))
+    one, two = missed.take(1), missed.take(2)
+    assert (one.tokens, one.states.flatten().tolist()) == ([1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6])
+    assert (two.tokens, two.states.flatten().tolist()) == ([61], [16])
+
+
 def learned(**flags: Any) -> tuple[list[str], Any]:
     """Texts of trees that are chosen by fixed costs, and what the sizer knows after them."""
     with LLM(dtype="float32", speculative_adaptive="auto", **flags) as llm:

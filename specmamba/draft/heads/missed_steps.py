@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -23,6 +24,22 @@ class MissedTokens:
     newest_lost: int  # the last of these; any token if there are none
     tokens: list[int]
     states: Tensor  # [k, H], before each of the tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Steps in a row of the same rows, one token each; or one step, of any number of tokens."""
+
+    first: int  # of its steps, by number
+    rows: tuple[int, ...]
+    decided: Sequence[Sequence[Sequence[int]]]  # of each step
+    states: Tensor  # [B, n, H], of all steps
+
+    def of(self, row: int, begin: int) -> tuple[list[int], Tensor]:
+        """The tokens of a row from step ``begin`` on, and the states before them."""
+        place, skipped = self.rows.index(row), max(begin - self.first, 0)
+        tokens = [token for decided in self.decided[skipped:] for token in decided[place]]
+        return tokens, self.states[place, skipped : skipped + len(tokens)]
 
 
 @dataclass(slots=True)
@@ -44,6 +61,7 @@ class MissedSteps:
         self._began: dict[int, int] = {}  # the first missed step of each row
         self._lost: dict[int, _Lost] = {}  # tokens of each row in steps that are no longer kept
         self._newest_rows: tuple[int, ...] = ()  # all have begun
+        self._runs: list[_Run] | None = None  # of all steps; None: these have changed since
 
     def __bool__(self) -> bool:
         return bool(self._began)
@@ -60,6 +78,7 @@ class MissedSteps:
                 self._began.setdefault(row, self._num_steps)
             self._newest_rows = rows
         self._steps.append(step)
+        self._runs = None
         self._num_steps += 1
         self._num_tokens += states.shape[1]
         while self._num_tokens > MISSED_TOKENS:
@@ -72,19 +91,28 @@ class MissedSteps:
         self._lost.pop(row, None)
         if not self._began:
             self._steps.clear()
-            self._num_tokens = 0
+            self._runs, self._num_tokens = None, 0
 
     def take(self, row: int) -> MissedTokens:
         """Return what a row has missed, and forget it."""
         begin, lost = self._began[row], self._lost.get(row, _Lost())
-        oldest, tokens, parts = self._num_steps - len(self._steps), list[int](), list[Tensor]()
-        for number, (rows, decided, states) in enumerate(self._steps, oldest):
-            if number >= begin and row in rows:
-                place = rows.index(row)
-                tokens += decided[place]
-                parts.append(states[place, : len(decided[place])])
+        if self._runs is None:  # the other rows of a batch come back at the same time
+            self._runs = list(self._runs_of_steps())
+        own = [run.of(row, begin) for run in self._runs if row in run.rows and run.first + len(run.decided) > begin]
         self.forget(row)
-        return MissedTokens(lost.number, lost.newest, tokens, torch.cat(parts) if parts else torch.zeros(0, 0))
+        states = [states for _, states in own]
+        joined = states[0] if len(states) == 1 else torch.cat(states) if states else torch.zeros(0, 0)
+        return MissedTokens(lost.number, lost.newest, [token for tokens, _ in own for token in tokens], joined)
+
+    def _runs_of_steps(self) -> Iterator[_Run]:
+        first = self._num_steps - len(self._steps)
+        numbered = enumerate(self._steps, first)
+        for _, group in groupby(numbered, lambda x: (x[1][0], -1 if x[1][2].shape[1] == 1 else x[0])):
+            steps = [step for _, step in group]
+            states = [states for _, _, states in steps]
+            joined = states[0] if len(states) == 1 else torch.cat(states, 1)
+            yield _Run(first, steps[0][0], [decided for _, decided, _ in steps], joined)
+            first += len(steps)
 
     def _lose_oldest(self) -> None:
         number = self._num_steps - len(self._steps)
