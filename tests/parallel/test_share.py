@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import StateShape
-from specmamba.errors import ConfigError, UnsupportedModelError
+from specmamba.cache.shapes import KVShape, StateShape
+from specmamba.errors import ConfigError
 from specmamba.kernels.linear import QuantizedMatrix
 from specmamba.models.rank_shapes import own_kv, own_state
 from specmamba.parallel.ranks import Ranks
@@ -91,8 +91,6 @@ def test_groups_that_do_not_end_where_parts_do_are_refused() -> None:
         Share(0, 2).cut(coded(6, 48, 16), [Segment("channels", 48, 1, "uneven")], dim=-1)
 
 
-# KDA and latent attention; Mamba1
-UNSUPPORTED = {"Kimi-Linear-48B-A3B", "Falcon-Mamba-7B", "Jamba-1.5-Mini", "Mamba-2.8B"}
 UNDIVIDED = {
     ("Falcon-H1-34B", 8): "20 query heads",
     ("Granite-4.0-h-tiny", 8): "12 query heads",
@@ -101,16 +99,12 @@ UNDIVIDED = {
 }
 
 
-@pytest.mark.fast_cases("Nemotron-3-Nano", "Olmo", "LFM2-8B")
+@pytest.mark.fast_cases("Nemotron-3-Nano", "Olmo", "LFM2-8B", "Kimi", "Jamba")
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_published_models_are_divided(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads and groups of KV and states, and bytes: a rank has its part, and what all ranks have (embedding, norms)."""
     published = MODELS[name]
-    if name in UNSUPPORTED:
-        with pytest.raises(UnsupportedModelError, match=f"--tp-size {size}: .* cannot be divided among ranks"):
-            load_shapes(published, tmp_path, monkeypatch, Ranks(0, size))
-        return
     if (name, size) in UNDIVIDED:
         with pytest.raises(ConfigError, match=f"--tp-size {size}: the model has {UNDIVIDED[name, size]}"):
             load_shapes(published, tmp_path, monkeypatch, Ranks(0, size))
@@ -125,7 +119,19 @@ def test_published_models_are_divided(name: str, size: int, tmp_path: Path, monk
 
 
 def test_heads_of_a_state() -> None:
-    """Fewer groups than ranks are repeated, value heads are not; a window's channels are divided."""
+    """Fewer groups than ranks are repeated, value heads are not; channels of a window or of a scan are divided."""
     shape = StateShape(2, 16, 128, 64, 4)
     assert own_state(shape, Share(3, 8)) == StateShape(1, 2, 128, 64, 4)
     assert own_state(StateShape.window(64, 3), Share(0, 4)).conv_channels == 16
+    assert own_state(StateShape.selective(64, 10, 4), Share(1, 4)) == StateShape.selective(16, 10, 4)
+
+
+def test_heads_without_groups_are_not_repeated() -> None:
+    """As many key heads as value heads: no more ranks than these are proposed."""
+    with pytest.raises(ConfigError, match=r"choose a number that divides 3$"):
+        own_state(StateShape(3, 3, 12, 12, 4, decays_by_channel=True), Share(0, 6))
+
+
+def test_latents_are_on_all_ranks() -> None:
+    shape = KVShape(7, 1, 576, 512)
+    assert own_kv(shape, Share(5, 8)) == shape
