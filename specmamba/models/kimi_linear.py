@@ -84,8 +84,8 @@ def load_with(weights: KimiWeights, ignore: tuple[str, ...] = ()) -> LoadedModel
 class KimiWeights(Weights):
     """Makes the layers of Kimi-Linear.
 
-    A rank has some of the heads of either mixer. What heads share, all ranks have: latents, the shared part of keys, the
-    pool of both, and the few channels that decays and gates go through.
+    A rank has some of the heads of either mixer. What heads share, all ranks have: latents, the shared part of keys,
+    the pool of both, and the few channels that decays and gates go through.
     """
 
     names = Names()

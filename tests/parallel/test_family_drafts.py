@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specmamba.cuda_graphs import NativeReplay
+from tests.heads import write_head
 from tests.parallel.even_variants import build_variant
 from tests.parallel.jobs import Job, job, prompts
 from tests.parallel.test_tensor_parallel import CROWDED, Results
@@ -47,10 +48,20 @@ def jobs(root: Path, ways: Sequence[str]) -> list[Job]:
     return found
 
 
+def separate_drafts(root: Path) -> list[Job]:
+    """A model of Mamba1 layers that drafts for one with latents, and a head for one of Mamba1 layers."""
+    head = write_head(root / "head", root / "jamba", "eagle3", 0).folder
+    chosen = ("draft-model", "kimi-linear", root / "falcon-mamba"), ("eagle3", "jamba", head)
+    return [
+        job(name, root / target, TEXTS, speculative_algorithm=name, speculative_draft_model_path=str(draft))
+        for name, target, draft in chosen
+    ]
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("two")
-    return Results(root / "ranks", jobs(root, sorted(WAYS)), 2)
+    return Results(root / "ranks", [*jobs(root, sorted(WAYS)), *separate_drafts(root)], 2)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +79,11 @@ def test_texts_of_two_ranks(family: str, way: str, two: Results) -> None:
 @pytest.mark.parametrize("family", sorted(VARIANTS))
 def test_texts_of_four_ranks(family: str, four: Results) -> None:
     check(family, "chain", four)
+
+
+@pytest.mark.parametrize("name", ["draft-model", "eagle3"])
+def test_separate_drafts(name: str, two: Results) -> None:
+    two.check(name)
 
 
 def check(family: str, way: str, results: Results) -> None:
