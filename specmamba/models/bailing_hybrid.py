@@ -49,6 +49,5 @@ class LingWeights(KimiWeights):
 
     def delta_attention(self, prefix: str, state_layer: int) -> KimiDeltaAttention:
         """The recurrent layer, with decays and gates from one projection each."""
-        s = self.state_shape
-        widths = s.num_value_heads * s.key_dim, s.num_value_heads * s.value_dim
-        return self.delta_layer(prefix, state_layer, ("f_proj", "g_proj"), widths, None)
+        gates = {"f_proj": self.segments.decays, "g_proj": self.segments.values}
+        return self.delta_layer(prefix, state_layer, gates, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import delta_net, rowwise
+from specmamba.kernels.linear import Matrix
 from specmamba.layers.feed_forward import MoE, SigmoidRouter
 from specmamba.layers.gated_delta_net import KimiDeltaAttention
 from specmamba.layers.latent_attention import HeadProducts, LatentAttention, LatentHeads
@@ -28,7 +31,9 @@ from specmamba.models.common_layers import (
 )
 from specmamba.models.hybrid import Block, Layer
 from specmamba.models.matrices.expert_matrices import ExpertMatrices
+from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model, reordered
+from specmamba.parallel.share import Segment
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,7 +82,11 @@ def load_with(weights: KimiWeights, ignore: tuple[str, ...] = ()) -> LoadedModel
 
 
 class KimiWeights(Weights):
-    """Makes the layers of Kimi-Linear."""
+    """Makes the layers of Kimi-Linear.
+
+    A rank has some of the heads of either mixer. What heads share, all ranks have: latents, the shared part of keys,
+    the pool of both, and the few channels that decays and gates go through.
+    """
 
     names = Names()
     has_rotary = False  # the part of keys that heads share is rotated
@@ -103,6 +112,7 @@ class KimiWeights(Weights):
             conv_width=c.linear_conv_kernel_dim,
             decays_by_channel=True,
         )
+        self.segments = StateSegments.of(self.state_shape, "delta attention heads", "delta attention heads")
 
     def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
         """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
@@ -138,47 +148,63 @@ class KimiWeights(Weights):
 
     def delta_attention(self, prefix: str, state_layer: int) -> KimiDeltaAttention:
         """The recurrent layer; decays and gates go through few channels, the size of a head."""
-        s = self.state_shape
-        inner, rank = s.num_value_heads * s.value_dim, s.key_dim
-        names = "f_a_proj", "g_a_proj"
-        expand = tuple(self.take_linear(f"{prefix}{name}", inner, rank) for name in ("f_b_proj", "g_b_proj"))
-        return self.delta_layer(prefix, state_layer, names, (rank, rank), (expand[0], expand[1]))
+        rank, of = self.state_shape.key_dim, self.segments
+        decays, gates = (
+            self.take_linear(f"{prefix}{name}", segment.size, rank, outputs=[segment])
+            for name, segment in (("f_b_proj", of.decays), ("g_b_proj", of.values))
+        )
+        shared = Segment("channels", rank)
+        names = {"f_a_proj": shared, "g_a_proj": shared}
+        return self.delta_layer(prefix, state_layer, names, (decays, gates))
 
     def delta_layer(
-        self,
-        prefix: str,
-        state_layer: int,
-        names: tuple[str, str],
-        widths: tuple[int, int],
-        expand: tuple[Linear, Linear] | None,
+        self, prefix: str, state_layer: int, gates: Mapping[str, Segment], expand: tuple[Linear, Linear] | None
     ) -> KimiDeltaAttention:
-        """Make a recurrent layer; ``names``, ``widths``: of the projections of decays and gates, see the layer."""
-        hidden, s = self.config.hidden_size, self.state_shape
-        inner = s.num_value_heads * s.value_dim
+        """Make a recurrent layer.
+
+        Args:
+            prefix: ends in a dot.
+            state_layer: index of the layer's state in the state pool.
+            gates: the outputs of the projections of decays and of gates, by their names.
+            expand: as for the layer; all ranks have all ``gates`` then.
+
+        Raises:
+            CheckpointError: a tensor is missing or misshapen.
+            ConfigError: the heads cannot be divided among the ranks.
+        """
+        hidden, s, of = self.config.hidden_size, self.state_shape, self.segments
+        own = of.own(s, self.share)
+        bias = self.take(f"{prefix}dt_bias", of.decays.size, dtype=torch.float32)
         weights = delta_net.Weights(
-            conv=convolution_by_tap(self, prefix, s),
-            negative_a=-self._per_head(f"{prefix}A_log").exp(),
-            dt_bias=self.take(f"{prefix}dt_bias", inner, dtype=torch.float32).view(s.decay_shape),
+            conv=self.part(convolution_by_tap(self, prefix, s), *of.convolved).t().contiguous().t(),
+            negative_a=-self.part(self._per_head(f"{prefix}A_log"), of.heads).exp(),
+            dt_bias=self.part(bias, of.decays).view(own.decay_shape),
             norm=self.take(f"{prefix}o_norm.weight", s.value_dim, dtype=torch.float32),
             norm_eps=self.config.rms_norm_eps,
-            num_key_heads=s.num_key_heads,
+            num_key_heads=own.num_key_heads,
             key_dim=s.key_dim,
             lower_bound=self.lower_bound,
             has_sigmoid_gate=True,
         )
-        parts = [self.take_matrix(f"{prefix}{x}_proj.weight", inner, hidden) for x in "qkv"]
-        of_gates = [
-            self.take_matrix(f"{prefix}{name}.weight", width, hidden) for name, width in zip(names, widths, strict=True)
-        ]
-        beta = self.take_matrix(f"{prefix}b_proj.weight", s.num_value_heads, hidden)
-        out = self.take_linear(f"{prefix}{self.names.out}", hidden, inner)
-        are_narrow = expand is not None
+        outputs = {"q_proj": of.keys, "k_proj": of.keys, "v_proj": of.values}
+        parts = [self._of_heads(f"{prefix}{name}", hidden, segment) for name, segment in outputs.items()]
+        if expand is None:
+            of_gates = [self._of_heads(f"{prefix}{name}", hidden, segment) for name, segment in gates.items()]
+        else:
+            of_gates = [self.take_matrix(f"{prefix}{x}.weight", segment.size, hidden) for x, segment in gates.items()]
+        beta = self._of_heads(f"{prefix}b_proj", hidden, of.heads)
+        out = self.take_linear(f"{prefix}{self.names.out}", hidden, of.values.size, inputs=[of.values])
+        widths = of_gates[0].shape[0], of_gates[1].shape[0]
         project = (
-            self.linear(parts, gates=[*of_gates, beta])
-            if are_narrow
-            else self.linear([*parts, *of_gates], gates=[beta])
+            self.linear([*parts, *of_gates], gates=[beta])
+            if expand is None
+            else self.linear(parts, gates=[*of_gates, beta])  # they are narrow
         )
-        return KimiDeltaAttention(state_layer, s, project, out, weights, widths, expand)
+        return KimiDeltaAttention(state_layer, own, project, out, weights, widths, expand)
+
+    def _of_heads(self, name: str, width: int, segment: Segment) -> Matrix:
+        """The matrix ``name``.weight from ``width`` to the heads that this rank has."""
+        return self.take_matrix(f"{name}.weight", segment.size, width, outputs=[segment])
 
     def _per_head(self, name: str) -> Tensor:
         """A number for every head of a recurrent layer, stored as [Hv] or [1, 1, Hv, 1]: [Hv] float32."""
@@ -190,36 +216,46 @@ class KimiWeights(Weights):
     def attention(self, prefix: str, kv_layer: int) -> LatentAttention:
         """The layer of latent attention."""
         c, heads = self.config, self.latent_heads
+        own = replace(heads, num_heads=self.share.count(self._latent_segment(1)))
         row = self.take_matrix(f"{prefix}kv_a_proj_with_mqa.weight", heads.row_dim, c.hidden_size)
         row = reordered(row, self._shared_first(torch.arange(heads.row_dim)[None]))
         query, of_query = self._queries(prefix)
         parts = [of_query, row]
         if self.has_head_gates:
-            parts.append(self.take_matrix(f"{prefix}g_proj.weight", heads.num_heads, c.hidden_size))
+            parts.append(self._of_heads(f"{prefix}g_proj", c.hidden_size, self._latent_segment(1)))
         to_latent, from_latent = self._of_latent(f"{prefix}kv_b_proj.weight")
+        values = self._latent_segment(heads.value_dim)
         return LatentAttention(
             kv_layer,
-            heads,
+            own,
             self.linear(parts),
             query,
             self.norm(f"{prefix}kv_a_layernorm.weight", heads.latent_dim, LATENT_NORM_EPS),
             to_latent,
             from_latent,
-            self.take_linear(f"{prefix}{self.names.out}", c.hidden_size, heads.num_heads * heads.value_dim),
+            self.take_linear(f"{prefix}{self.names.out}", c.hidden_size, values.size, inputs=[values]),
             self.has_rotary,
             self.has_head_gates,
         )
 
-    def _queries(self, prefix: str) -> tuple[tuple[RMSNorm, Linear] | None, Any]:
+    def _latent_segment(self, width: int) -> Segment:
+        """So many rows or columns for every head of latent attention."""
+        return Segment("latent attention heads", self.latent_heads.num_heads, width)
+
+    def _queries(self, prefix: str) -> tuple[tuple[RMSNorm, Linear] | None, Matrix]:
         """Norm and projection behind the latent of queries, if they have one; the matrix of the layer's input."""
-        c, heads = self.config, self.latent_heads
-        width = heads.num_heads * heads.query_dim
-        rows = self._shared_first(torch.arange(width).view(heads.num_heads, -1))
+        c = self.config
         if c.q_lora_rank is None:
-            return None, reordered(self.take_matrix(f"{prefix}q_proj.weight", width, c.hidden_size), rows)
+            return None, self._heads_reordered(f"{prefix}q_proj", c.hidden_size)
         norm = self.norm(f"{prefix}q_a_layernorm.weight", c.q_lora_rank, LATENT_NORM_EPS)
-        project = self.linear(reordered(self.take_matrix(f"{prefix}q_b_proj.weight", width, c.q_lora_rank), rows))
+        project = self.linear(self._heads_reordered(f"{prefix}q_b_proj", c.q_lora_rank))
         return (norm, project), self.take_matrix(f"{prefix}q_a_proj.weight", c.q_lora_rank, c.hidden_size)
+
+    def _heads_reordered(self, name: str, width: int) -> Matrix:
+        """The projection ``name`` from ``width`` to this rank's queries, each with its shared part first."""
+        matrix = self._of_heads(name, width, self._latent_segment(self.latent_heads.query_dim))
+        rows = torch.arange(matrix.shape[0]).view(-1, self.latent_heads.query_dim)
+        return reordered(matrix, self._shared_first(rows))
 
     def _shared_first(self, rows: Tensor) -> Tensor:
         """Order rows [N, own + R] so that the shared part is in front: [N (R + own)].
@@ -234,11 +270,10 @@ class KimiWeights(Weights):
     def _of_latent(self, name: str) -> tuple[HeadProducts, HeadProducts]:
         """Products from a head's query to the latent and from the latent to its value; never in codes."""
         heads = self.latent_heads
-        both = self.take(name, heads.num_heads * (heads.nope_dim + heads.value_dim), heads.latent_dim)
+        of = self._latent_segment(heads.nope_dim + heads.value_dim)
+        both = self.take_as_numbers(name, of.size, heads.latent_dim, outputs=[of])
         self.reader.note_run_form(name, "")
-        of_keys, of_values = both.view(heads.num_heads, -1, heads.latent_dim).split(
-            [heads.nope_dim, heads.value_dim], 1
-        )
+        of_keys, of_values = both.view(-1, of.width, heads.latent_dim).split([heads.nope_dim, heads.value_dim], 1)
         products = HeadProducts(of_keys.mT.contiguous()), HeadProducts(of_values.contiguous())
         self.replace_bytes(sum(product.nbytes for product in products), both)
         return products

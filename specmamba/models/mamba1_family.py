@@ -33,6 +33,7 @@ from specmamba.models.common_layers import (
 )
 from specmamba.models.hybrid import Block, Layer
 from specmamba.models.mamba2_family import CONTEXT_LENGTH, RENAMES
+from specmamba.models.rank_shapes import own_state, selective_segment
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
@@ -78,12 +79,12 @@ class Mamba1Layers:
     """Makes the Mamba1 layers of a model."""
 
     weights: Weights
-    shape: StateShape
-    rank: int  # of time steps
+    shape: StateShape  # of all ranks
+    rank: int  # R, of time steps
     inner_eps: float | None  # of norms of time step, B and C; None: they are not normed
     has_bias: bool  # of input and output projections
     has_conv_bias: bool
-    rates: Tensor  # [layers, M, C] float32: the layers' own are views, folds take all of them
+    rates: Tensor  # [layers, M, own C] float32: the layers' own are views, folds take all of them
     norm_names: Sequence[str] = ()  # of the norms of time step, B and C; without names they have no weights
 
     @classmethod
@@ -105,28 +106,36 @@ class Mamba1Layers:
     def layer(self, prefix: str, state_layer: int) -> Mamba1:
         """Make the layer whose tensors begin with ``prefix``, which ends in a dot.
 
+        A rank has some of the channels. Time steps, B and C are sums over all channels, so the ranks add them up before
+        they are normed, and each computes the steps of its own channels from the whole sum.
+
         Raises:
             CheckpointError: a tensor is missing or misshapen.
+            ConfigError: the channels cannot be divided among the ranks.
         """
-        w, shape, float32 = self.weights, self.shape, torch.float32
+        w, shape, of = self.weights, self.shape, selective_segment(self.shape)
         channels, size, hidden = shape.value_dim, shape.key_dim, w.config.hidden_size
-        conv = w.take(f"{prefix}conv1d.weight", channels, 1, shape.conv_width, dtype=float32)
         rates = self.rates[state_layer]
-        rates.copy_(-w.take(f"{prefix}A_log", channels, size, dtype=float32).exp().t())
+        rates.copy_(-self._own(f"{prefix}A_log", size).exp().t())
         made = Mamba1Weights(
             # the kernel reads the convolution by tap
-            conv=conv.squeeze(1).t().contiguous().t(),
-            conv_bias=w.take(f"{prefix}conv1d.bias", channels, dtype=float32) if self.has_conv_bias else None,
-            project=w.take_linear(f"{prefix}x_proj", self.rank + 2 * size, channels),
+            conv=self._own(f"{prefix}conv1d.weight", 1, shape.conv_width).squeeze(1).t().contiguous().t(),
+            conv_bias=self._own(f"{prefix}conv1d.bias") if self.has_conv_bias else None,
+            project=w.take_linear(f"{prefix}x_proj", self.rank + 2 * size, channels, inputs=[of]),
             norms=self.inner_norms(prefix),
-            expand=w.take_linear(f"{prefix}dt_proj", channels, self.rank),
-            dt_bias=w.take(f"{prefix}dt_proj.bias", channels, dtype=float32),
+            expand=w.take_linear(f"{prefix}dt_proj", channels, self.rank, outputs=[of]),
+            dt_bias=self._own(f"{prefix}dt_proj.bias"),
             rates=rates,
-            skip=w.take(f"{prefix}D", channels, dtype=float32),
+            skip=self._own(f"{prefix}D"),
         )
-        project = w.take_linear(f"{prefix}in_proj", 2 * channels, hidden, self.has_bias)
-        out = w.take_linear(f"{prefix}out_proj", hidden, channels, self.has_bias)
-        return Mamba1(state_layer, shape, project, out, made)
+        project = w.take_linear(f"{prefix}in_proj", 2 * channels, hidden, self.has_bias, outputs=[of, of])
+        out = w.take_linear(f"{prefix}out_proj", hidden, channels, self.has_bias, inputs=[of])
+        return Mamba1(state_layer, own_state(shape, w.share), project, out, made)
+
+    def _own(self, name: str, *of_channel: int) -> Tensor:
+        """This rank's channels of a tensor [C, ...] float32."""
+        of = selective_segment(self.shape)
+        return self.weights.part(self.weights.take(name, of.size, *of_channel, dtype=torch.float32), of)
 
     def inner_norms(self, prefix: str) -> Sequence[RMSNorm] | None:
         """The norms of time step, B and C; those of Falcon-Mamba have no weights in its checkpoints."""
@@ -141,8 +150,9 @@ class Mamba1Layers:
 
 
 def _rates(weights: Weights, num_layers: int, shape: StateShape) -> Tensor:
-    """Room for A of all layers."""
-    return torch.empty(num_layers, shape.key_dim, shape.value_dim, device=weights.options.device)
+    """Room for A of all layers, of this rank's channels."""
+    own = own_state(shape, weights.share)
+    return torch.empty(num_layers, own.key_dim, own.value_dim, device=weights.options.device)
 
 
 def load_jamba(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:

@@ -15,14 +15,17 @@ class StateSegments:
     keys: Segment  # queries or keys of a gated delta net; B or C of Mamba2
     values: Segment  # values and output gates of a gated delta net; x and gates of Mamba2
     heads: Segment  # one number for every value head: steps, decays
+    decays: Segment  # by key channel: K numbers for every value head
 
     @classmethod
     def of(cls, shape: StateShape, keys: str, values: str) -> StateSegments:
         """``keys`` and ``values``: what their units are called in messages."""
+        has_groups = shape.num_key_heads < shape.num_value_heads  # else no more ranks than key heads can be
         return cls(
-            Segment(keys, shape.num_key_heads, shape.key_dim, "repeated"),
+            Segment(keys, shape.num_key_heads, shape.key_dim, "repeated" if has_groups else "whole"),
             Segment(values, shape.num_value_heads, shape.value_dim),
             Segment(values, shape.num_value_heads),
+            Segment(values, shape.num_value_heads, shape.key_dim),
         )
 
     @property
@@ -45,10 +48,17 @@ def channel_segment(shape: StateShape) -> Segment:
     return Segment("channels in its short convolutions", shape.plain_channels)
 
 
+def selective_segment(shape: StateShape) -> Segment:
+    """The channels of a Mamba1 layer, each with a state of its own: all ranks have B and C of their one head."""
+    return Segment("Mamba1 channels", shape.value_dim)
+
+
 def own_state(shape: StateShape, share: Share) -> StateShape:
     """As ``StateSegments.own``, of any layer."""
     if share.size == 1:
         return shape
+    if shape.is_selective:
+        return replace(shape, value_dim=share.count(selective_segment(shape)))
     if shape.plain_channels:
         return replace(shape, plain_channels=share.count(channel_segment(shape)))
     return StateSegments.of(shape, "key heads (or groups) in recurrent layers", "heads there").own(shape, share)

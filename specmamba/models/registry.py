@@ -69,11 +69,16 @@ ARCHITECTURES = {
 # Families whose layers take the part of a rank where they are made. Any other one would compute with whole layers.
 DIVIDED: frozenset[Loader] = frozenset(
     {
+        bailing_hybrid.load,
         bamba.load,
         falcon_h1.load,
         granite_hybrid.load,
+        kimi_linear.load,
         lfm2.load,
         lfm2.load_moe,
+        mamba1_family.load,
+        mamba1_family.load_falcon,
+        mamba1_family.load_jamba,
         mamba2_family.load,
         nemotron_h.load,
         olmo_hybrid.load,

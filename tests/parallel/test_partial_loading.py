@@ -27,16 +27,12 @@ from specmamba.parallel.ranks import Ranks
 from specmamba.parallel.share import Part, Segment, Share
 from specmamba.processes import unused_memory
 from tests.checkpoints.formats import FORMATS, write_base
-from tests.families import FAMILIES, qwen3_5_moe
+from tests.families import FAMILIES
+from tests.parallel.even_variants import EVEN, build_variant, variants
 from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
 
-UNDIVIDED = {"bailing-hybrid", "falcon-mamba", "jamba", "kimi-linear", "mamba1"}
-VARIANTS = {
-    f"{family}-{variant}": (family, variant)
-    for family in sorted(set(FAMILIES) - UNDIVIDED)
-    for variant in FAMILIES[family].VARIANTS
-}
-FAST = "granite-hybrid", "lfm2-moe", "nemotron-h", "qwen3-next"
+VARIANTS = {f"{family}-{variant}": (family, variant) for family in sorted(FAMILIES) for variant in variants(family)}
+FAST = "granite-hybrid", "jamba-even", "kimi-linear-even", "lfm2-moe", "nemotron-h", "qwen3-next"
 # Two ranks and four divide all of it; matrices are most of it, the embedding is little.
 LARGE: dict[str, Any] = {
     "vocab_size": 512,
@@ -50,6 +46,34 @@ LARGE: dict[str, Any] = {
     "linear_value_head_dim": 32,
     "layer_types": [LINEAR, FULL, LINEAR, FULL],
 }
+# Likewise; of Jamba two ranks and four have grouped heads, and channels of Mamba1.
+LARGE_OF: dict[str, dict[str, Any]] = {
+    "jamba": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "mamba_dt_rank": 16,
+        "mamba_d_state": 16,
+    },
+    "kimi-linear": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "linear_num_heads": 8,
+        "linear_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+    },
+    "qwen3.5-moe": LARGE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 16},
+}
+ON_ALL_RANKS = re.compile(r"embed_tokens|^mtp\.fc\.weight$|\.(kv_a|q_a|f_a|g_a)_proj|conv1d|A_log")
 # Formats whose codes are read whole.
 WHOLE = {"GGUF Q2_K", "GGUF Q3_K", "GGUF IQ4_XS", "GGUF IQ3_S", "GPTQ 4 act order"}
 
@@ -116,7 +140,7 @@ def dense(matrix: Any) -> Tensor:
 def test_parts_are_those_of_whole_tensors(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every family, whether tensors are stored fused or not, and with the checkpoint's draft head."""
     family, variant = VARIANTS[case]
-    FAMILIES[family].build(tmp_path, variant)
+    build_variant(tmp_path, family, variant)
     for rank in range(2):
         with monkeypatch.context() as patched:
             watch, problem = Watch(patched), ""
@@ -125,6 +149,7 @@ def test_parts_are_those_of_whole_tensors(case: str, tmp_path: Path, monkeypatch
             except ConfigError as error:
                 problem = str(error)
         assert watch.num_parts > 5 or re.search("cannot be divided among (2 )?ranks", problem)
+        assert not problem or variant not in EVEN.get(family, ())
 
 
 @pytest.mark.fast_cases("GGUF Q4_K", "compressed-tensors nvfp4", "AWQ", "GPTQ 4", "FP8 blocks of Qwen")
@@ -144,18 +169,19 @@ def test_parts_of_codes(name: str, keeps_codes: bool, tmp_path: Path, monkeypatc
     assert copied[1] < (1.01 if name in WHOLE else 0.8) * copied[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("family", ["jamba", "kimi-linear", "qwen3.5", "qwen3.5-moe"])
 def test_a_rank_reads_its_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """About one of N bytes of a dense model and of one with experts, beside what all ranks have."""
     if family == "qwen3.5":
         write_tiny_checkpoint(tmp_path, 0, **LARGE | {"intermediate_size": 1024})
     else:
-        moe = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 16}
-        with patch.dict(qwen3_5_moe.VARIANTS, large=LARGE | moe), patch.dict(qwen3_5_moe.FUSED, large=(True, False)):
-            qwen3_5_moe.build(tmp_path, "large")
+        module, sizes = FAMILIES[family], LARGE_OF[family]
+        fused = patch.dict(getattr(module, "FUSED", {}), large=(True, False))
+        with patch.dict(module.VARIANTS, large=sizes), fused:
+            module.build(tmp_path, "large")
     stored = load_file(tmp_path / "model.safetensors")
     whole = sum(tensor.nbytes for tensor in stored.values())
-    shared = sum(stored[name].nbytes for name in stored if "embed_tokens" in name or name == "mtp.fc.weight")
+    shared = sum(stored[name].nbytes for name in stored if ON_ALL_RANKS.search(name))
     for size in (1, 2, 4):
         read = []
         for rank in range(size):

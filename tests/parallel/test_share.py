@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import StateShape
-from specmamba.errors import ConfigError, UnsupportedModelError
+from specmamba.cache.shapes import KVShape, StateShape
+from specmamba.errors import ConfigError
 from specmamba.kernels.linear import QuantizedMatrix
+from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.rank_shapes import own_kv, own_state
+from specmamba.models.registry import ARCHITECTURES, DIVIDED, load_model
 from specmamba.parallel.ranks import Ranks
 from specmamba.parallel.share import Segment, Share
 from tests.models.published.test_published_configs import MODELS, load_shapes
@@ -91,8 +94,6 @@ def test_groups_that_do_not_end_where_parts_do_are_refused() -> None:
         Share(0, 2).cut(coded(6, 48, 16), [Segment("channels", 48, 1, "uneven")], dim=-1)
 
 
-# KDA and latent attention; Mamba1
-UNSUPPORTED = {"Kimi-Linear-48B-A3B", "Falcon-Mamba-7B", "Jamba-1.5-Mini", "Mamba-2.8B"}
 UNDIVIDED = {
     ("Falcon-H1-34B", 8): "20 query heads",
     ("Granite-4.0-h-tiny", 8): "12 query heads",
@@ -101,31 +102,71 @@ UNDIVIDED = {
 }
 
 
-@pytest.mark.fast_cases("Nemotron-3-Nano", "Olmo", "LFM2-8B")
+@pytest.mark.fast_cases("Nemotron-3-Nano", "Olmo", "LFM2-8B", "Kimi", "Jamba")
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_published_models_are_divided(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads and groups of KV and states, and bytes: a rank has its part, and what all ranks have (embedding, norms)."""
     published = MODELS[name]
-    if name in UNSUPPORTED:
-        with pytest.raises(UnsupportedModelError, match=f"--tp-size {size}: .* cannot be divided among ranks"):
-            load_shapes(published, tmp_path, monkeypatch, Ranks(0, size))
-        return
     if (name, size) in UNDIVIDED:
         with pytest.raises(ConfigError, match=f"--tp-size {size}: the model has {UNDIVIDED[name, size]}"):
             load_shapes(published, tmp_path, monkeypatch, Ranks(0, size))
         return
     whole = load_shapes(published, tmp_path, monkeypatch)
-    embedding = 2 * whole.target.vocab_size * whole.target.hidden_size
     part, share = load_shapes(published, tmp_path, monkeypatch, Ranks(size - 1, size)), Share(size - 1, size)
     assert part.cache_shape.kv == tuple(own_kv(kv, share) for kv in published.kv)
     assert part.cache_shape.state == own_state(published.state, share)
+    check_sizes(whole, part, size)
+
+
+def check_sizes(whole: LoadedModel, part: LoadedModel, size: int) -> None:
+    embedding = 2 * whole.target.vocab_size * whole.target.hidden_size
     assert part.num_parameters == whole.num_parameters
     assert whole.weight_bytes / size <= part.weight_bytes <= 1.15 * whole.weight_bytes / size + embedding
 
 
+def test_all_families_are_divided() -> None:
+    assert {family.load for family in ARCHITECTURES.values()} == DIVIDED
+
+
+@pytest.mark.slow
+def test_ling_is_divided(tmp_path: Path) -> None:
+    """Ling-3, whose sizes are those that transformers has where a config names none."""
+    named = {"architectures": ["BailingHybridForCausalLM"], "model_type": "bailing_hybrid", "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(named), "utf8")
+    loaded = {
+        size: load_model(
+            tmp_path,
+            LoadOptions(torch.bfloat16, torch.device("meta"), want_draft_head=True, ranks=Ranks(size - 1, size)),
+        )
+        for size in (1, 2, 4, 8)
+    }
+    for size in (2, 4, 8):
+        assert loaded[size].cache_shape.kv == (KVShape(7, 1, 576, 512),)
+        state = StateShape(32 // size, 32 // size, 128, 128, 4, decays_by_channel=True)
+        assert loaded[size].cache_shape.state == state
+        check_sizes(loaded[1], loaded[size], size)
+
+
 def test_heads_of_a_state() -> None:
-    """Fewer groups than ranks are repeated, value heads are not; a window's channels are divided."""
+    """Fewer groups than ranks are repeated, value heads are not; channels of a window or of a scan are divided."""
     shape = StateShape(2, 16, 128, 64, 4)
     assert own_state(shape, Share(3, 8)) == StateShape(1, 2, 128, 64, 4)
     assert own_state(StateShape.window(64, 3), Share(0, 4)).conv_channels == 16
+    assert own_state(StateShape.selective(64, 10, 4), Share(1, 4)) == StateShape.selective(16, 10, 4)
+
+
+def test_heads_without_groups_are_not_repeated() -> None:
+    """As many key heads as value heads: no more ranks than these are proposed."""
+    with pytest.raises(ConfigError, match=r"choose a number that divides 3$"):
+        own_state(StateShape(3, 3, 12, 12, 4, decays_by_channel=True), Share(0, 6))
+
+
+def test_channels_of_a_scan_that_cannot_be_divided() -> None:
+    with pytest.raises(ConfigError, match="--tp-size 4: the model has 90 Mamba1 channels, which cannot be divided"):
+        own_state(StateShape.selective(90, 10, 4), Share(0, 4))
+
+
+def test_latents_are_on_all_ranks() -> None:
+    shape = KVShape(7, 1, 576, 512)
+    assert own_kv(shape, Share(5, 8)) == shape

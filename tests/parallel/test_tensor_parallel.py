@@ -23,8 +23,9 @@ from specmamba.cuda_graphs import NativeReplay
 from specmamba.errors import ConfigError
 from specmamba.quantize import QuantizeConfig, quantize_checkpoint
 from tests.blocks import write_block_head
-from tests.families import FAMILIES, bamba
+from tests.families import FAMILIES
 from tests.heads import write_head
+from tests.parallel.even_variants import EVEN, build_variant, variants
 from tests.parallel.jobs import Job, job, prompts, run_job
 from tests.tiny import WHOLE_BLOCKS, write_tiny_checkpoint
 
@@ -32,16 +33,17 @@ ROOT = Path(__file__).parents[2]
 BLOCK_HEADS = "dflash", "dflash2", "dspark-gated"
 TIMEOUT_S = 600
 TOLERANCE = 2e-5  # of log probabilities, of logits up to 30; relative to those beyond 1
-LOOSE = {"olmo-hybrid": 3e-4, "qwen3.5-moe": 1e-4, "qwen3-next": 1e-4}
+LOOSE = {"mamba1": 1e-4, "olmo-hybrid": 3e-4, "qwen3.5-moe": 1e-4, "qwen3-next": 1e-4}
 OF_LOGITS = 1e-5  # of the largest of them, where rounding is not carried on
 # Steps of the delta rule up to 2 turn states around, so rounding grows: one process without native code, which sums in
 # another order, differs from one with it by 3.2e-5 of the largest logit.
 CARRIED_ON = {"olmo-hybrid-default": 5e-5, "olmo-hybrid-quarters": 5e-5}
 LISTED = {"logprobs": 20, "prompt_logprobs": 20, "max_tokens": 6}
-EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2}
-# Both recurrences, experts, and what is divided in a way of its own; all other variants are in the slow tier.
+# All recurrences, experts, and what is divided in a way of its own; all other variants are in the slow tier.
 FAST = {
     "granite-hybrid": ("no-attention",),  # a norm over all channels of all ranks
+    "jamba": ("even-default",),  # sums inside of a layer, in front of norms
+    "kimi-linear": ("even-latent-queries",),  # latents that all ranks have, decays by channel
     "olmo-hybrid": ("rotated",),  # norms over all heads; one key head for two ranks
     "qwen3.5": ("default",),
     "qwen3.5-moe": ("default",),
@@ -59,11 +61,16 @@ GROUPED: dict[str, Any] = {
 _MAMBA = {"mamba_n_heads": 8, "num_attention_heads": 4, "hidden_size": 48, "mamba_n_groups": 2}
 _DELTA = GROUPED
 QUARTERS: dict[str, dict[str, Any]] = {
+    "bailing-hybrid": EVEN["bailing-hybrid"]["even-default"],
     "bamba": _MAMBA | {"num_key_value_heads": 2},
     "falcon-h1": {"num_attention_heads": 8},
+    "falcon-mamba": {},
     "granite-hybrid": _MAMBA,
+    "jamba": {"num_attention_heads": 4},
+    "kimi-linear": EVEN["kimi-linear"]["even-latent-queries"],
     "lfm2": {"num_attention_heads": 4, "hidden_size": 40},
     "lfm2-moe": {"num_attention_heads": 4, "hidden_size": 40},
+    "mamba1": {},
     "mamba2": {"num_heads": 8, "head_dim": 9},
     "nemotron-h": {"num_attention_heads": 8, "mamba_num_heads": 8},
     "olmo-hybrid": _DELTA,
@@ -78,7 +85,16 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "snapshots": {"speculative_algorithm": "mtp", "speculative_eagle_topk": 2, "speculative_state": "snapshots"},
 }
 FAST_DRAFTS = ("tree",)
-EXPERTS = "granite-hybrid", "lfm2-moe", "nemotron-h", "qwen3-next"  # families that have some, all but one
+# Variants with experts of all other families that have some.
+EXPERTS = {
+    "bailing-hybrid": "even-default",
+    "granite-hybrid": "default",
+    "jamba": "even-default",
+    "kimi-linear": "even-default",
+    "lfm2-moe": "default",
+    "nemotron-h": "default",
+    "qwen3-next": "default",
+}
 # Two requests begin together and grow to 55 tokens each, and there is no room for both.
 CROWDED: dict[str, Any] = {"context_length": 64, "max_total_tokens": 80, "max_mamba_cache_size": 8}
 
@@ -141,12 +157,11 @@ def _run_alone(each: Job) -> dict[str, Any]:
 
 def family_jobs(root: Path, chosen: Mapping[str, Sequence[str]]) -> list[Job]:
     jobs = []
-    with patch.dict(bamba.VARIANTS, even=EVEN):  # three query heads otherwise
-        for family, variants in chosen.items():
-            for variant in variants:
-                folder = root / f"{family}-{variant}"
-                FAMILIES[family].build(folder, variant)
-                jobs.append(job(folder.name, folder, TEXTS, params=LISTED))
+    for family, names in chosen.items():
+        for variant in names:
+            folder = root / f"{family}-{variant}"
+            build_variant(folder, family, variant)
+            jobs.append(job(folder.name, folder, TEXTS, params=LISTED))
     return jobs
 
 
@@ -186,12 +201,12 @@ def quantized_jobs(root: Path) -> list[Job]:
     return jobs
 
 
-def expert_jobs(root: Path, families: Iterable[str]) -> list[Job]:
+def expert_jobs(root: Path, chosen: Mapping[str, str]) -> list[Job]:
     """With whole experts on ranks, and drafts where the family has a head; of 7 experts one rank has 4."""
     jobs = []
-    for family in families:
+    for family, variant in chosen.items():
         folder = root / f"experts-{family}"
-        FAMILIES[family].build(folder, "default")
+        build_variant(folder, family, variant)
         jobs.append(job(folder.name, folder, TEXTS, params=LISTED, ep_size=2, speculative_algorithm="auto"))
     return jobs
 
@@ -201,7 +216,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("two")
     tiny = write_tiny_checkpoint(root / "tiny", 0)
     own = draft_jobs(tiny, FAST_DRAFTS)
-    experts = expert_jobs(root, ["qwen3.5-moe"])
+    experts = expert_jobs(root, {"qwen3.5-moe": "default"})
     return Results(root / "ranks", [*family_jobs(root, FAST), *own, *quantized_jobs(root), *experts], 2)
 
 
@@ -210,9 +225,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The other variants of all families, and drafters."""
     root = tmp_path_factory.mktemp("more")
     tiny = write_tiny_checkpoint(root / "tiny", 0)
-    others = {family: [*module.VARIANTS] for family, module in FAMILIES.items() if family not in FAST}
-    others |= {family: [*(FAMILIES[family].VARIANTS.keys() - {*names})] for family, names in FAST.items()}
-    others["bamba"].append("even")
+    others = {family: sorted({*variants(family)} - {*FAST.get(family, ())}) for family in FAMILIES}
     drafts = [*draft_jobs(tiny, DRAFTS.keys() - FAST_DRAFTS), *separate_drafts(root, tiny)]
     return Results(root / "ranks", [*family_jobs(root, others), *drafts, *expert_jobs(root, EXPERTS)], 2)
 
