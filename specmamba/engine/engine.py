@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import ClassVar
@@ -28,6 +28,7 @@ from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.rank_sizers import build_sizer
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
+from specmamba.engine.captured.step_chain import StepChain
 from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
@@ -135,6 +136,7 @@ class Engine:
         self._order = itertools.count()  # of arrival: never used twice, since settings on the device are kept by it
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._in_flight: StepInFlight | None = None  # launched, and not read yet
+        self._chain = StepChain(self.runner, self.scheduler)
         self._finished = 0.0  # time at which the newest step was read
         self._untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
         self._error: Exception | None = None  # of a launch behind such a step: nothing goes on
@@ -376,13 +378,16 @@ class Engine:
 
         A request whose grammar is still finding out which tokens may follow sits out this verify. Where the device
         works by itself (``Runner.overlaps``), a verify is launched here and read by the next call, so that what the one
-        before has decided is told while it runs.
+        before has decided is told while it runs; and where the host has nothing to do between the two (``StepChain``),
+        it is launched before that one is read.
 
         Returns:
             A delta for every request that got tokens or ended.
         """
         if self._error is not None:
             raise self._error
+        if self._launch_behind():
+            return self._tell(self._receive())
         deltas, self._untold = self._untold, []
         news, is_read_here = self._receive(), False
         if is_behind := bool(deltas or news):
@@ -438,21 +443,52 @@ class Engine:
         self._told_errors(batch)
         return deltas
 
+    def _launch_behind(self) -> bool:
+        """Launch a verify behind the one in flight, before that is read; False: that must be read first."""
+        if self._in_flight is None or self.handoffs is not None:
+            return False
+        try:
+            return self._chain.launch_behind(self._in_flight)
+        except Exception as error:
+            self._error = error  # raised by the next call, behind what is known then
+            return True
+
     def _receive(self) -> list[News]:
-        """Wait for the step in flight, if there is one, and do what the next one needs; returns what is to be told."""
+        """Wait for the oldest step in flight, if there is one, and do what the next one needs; returns what is to be told.
+
+        Requests that it ends are freed here, or, where the step behind it has a row of them, when that is read.
+        """
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
-        results = self.runner.finish(step)
+        results = self.runner.finish(step, self._chain.behind, tuple(self._chain.ended))
         self._finished = time.perf_counter()
-        news = [self._advance(request, result) for request, result in zip(step.requests, results, strict=True)]
+        behind, ended = self._chain.take()
+        self._in_flight = behind
+        self._free(ended)
+        going_on = [(r, result) for r, result in zip(step.requests, results, strict=True) if r not in ended]
+        news = [self._advance(request, result) for request, result in going_on]
         if self.pools.counts.is_used:
             told = [each for each in news if isinstance(each, StepNews)]
             self.pools.counts.add([each.request.held_row for each in told], [each.tokens for each in told])
-        ended = [request for request, each in zip(step.requests, news, strict=True) if has_ended(each)]
-        if ended:
-            self._end(ended)
+        leaving = {r: isinstance(each, StepNews) for (r, _), each in zip(going_on, news, strict=True) if has_ended(each)}
+        if leaving and behind is None:
+            self._end(leaving)
+        elif leaving:
+            for request, leaves in leaving.items():
+                self._requests.pop(request.request_id)
+                self._chain.hold(request, leaves)
         return news
+
+    def _free(self, ended: Mapping[Request, bool]) -> None:
+        """Free what requests hold that ended one step ago; a state that the step in between has folded away is lost."""
+        for request in self.cache_manager.leaving([request for request, leaves in ended.items() if leaves]):
+            row, position = request.held_row, request.num_run
+            if position in self.pools.state_buffers.positions(row):
+                self.cache_manager.leave_last(request, self.runner.drafter.kept_features(row, position))
+        for request in ended:
+            self.runner.dismiss(request)
+            self.scheduler.release(request)
 
     def _tell(self, news: Sequence[News]) -> list[OutputDelta]:
         """Make deltas of what a step has brought."""
@@ -538,7 +574,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or bool(self._untold)
+        return self.scheduler.has_work or bool(self._untold) or bool(self._chain.ended)
 
     @property
     def has_room(self) -> bool:
@@ -553,6 +589,7 @@ class Engine:
             stats,
             sizing=None if sizer is None else sizer.stats(),
             draft_texts=drafter.text_stats,
+            chain=self._chain.stats if self.runner.is_deferred else None,
             handoffs=None if self.handoffs is None else self.handoffs.stats(),
         )
 
@@ -646,6 +683,9 @@ class Engine:
         step, self._in_flight, self._untold = self._in_flight, None, []
         if step is not None:
             step.read.wait()  # the memory of its requests is freed
+        for request in self._chain.take()[1]:
+            self.runner.dismiss(request)
+            self.scheduler.release(request)
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
@@ -659,12 +699,12 @@ class Engine:
     def _advance(self, request: Request, result: StepResult) -> News:
         """Append the new tokens of a step to a request; the news say whether they end it."""
         if not result.is_finite or request.grammar_error is not None:
-            return self._fail(request)
+            return self._failure(request)
         is_first = not request.output
         try:
             count, text, reason = request.text.decide(result.tokens)
         except RequestError as error:  # the tokenizer fails
-            return self._fail(request, str(error))
+            return self._failure(request, str(error))
         if request.follower is not None and reason is None:
             request.follower.advance(result.tokens)
         request.output.extend(result.tokens[:count])
@@ -674,9 +714,9 @@ class Engine:
                 self.cache_manager.leave_at(request, position, self._features(request, position))
         return StepNews(request, result, count, text, reason, is_first)
 
-    def _end(self, requests: list[Request]) -> None:
-        """End requests: their states and KV go to the prefix cache, all other memory is freed."""
-        self._leave([request for request in requests if request.row is not None])  # failed ones hold no row any more
+    def _end(self, requests: Mapping[Request, bool]) -> None:
+        """End requests: states and KV of those that leave them go to the prefix cache, all other memory is freed."""
+        self._leave([request for request, leaves in requests.items() if leaves])
         for request in requests:
             self.abort(request.request_id)
 
@@ -693,9 +733,14 @@ class Engine:
 
     def _fail(self, request: Request, message: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
         """End a request that cannot continue; the others continue. An error of its grammar precedes ``message``."""
+        delta = self._failure(request, message, code)
+        self.abort(request.request_id)
+        return delta
+
+    def _failure(self, request: Request, message: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
+        """The last delta of a request that cannot continue."""
         if request.grammar_error is not None:
             message, code = str(request.grammar_error), request.grammar_error.code
         if code == "grammar_too_complex":
             self.constraints.distrust(request.params.grammar, self._requests.values())
-        self.abort(request.request_id)
         return request.delta((), "", "error", message, error_code=code)

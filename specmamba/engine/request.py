@@ -41,6 +41,11 @@ class TextStream:
         self._num_tokens = 0
         self._held = ""
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that the output may still get."""
+        return self._max_tokens - self._num_tokens
+
     def push(self, tokens: Sequence[int]) -> tuple[int, str, FinishReason | None]:
         """Take new tokens.
 
