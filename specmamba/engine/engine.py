@@ -371,6 +371,7 @@ class Engine:
                 request.follower.close()
             if self.handoffs is not None:
                 self.handoffs.was_dropped(request)
+            self._settle_last()
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
@@ -387,7 +388,9 @@ class Engine:
         if self._error is not None:
             raise self._error
         if self._launch_behind():
-            return self._tell(self._receive())
+            deltas = self._tell(self._receive())
+            self._settle_last()
+            return deltas
         deltas, self._untold = self._untold, []
         news, is_read_here = self._receive(), False
         if is_behind := bool(deltas or news):
@@ -509,6 +512,11 @@ class Engine:
             with torch.inference_mode():
                 self._untold += self._tell(self._receive())
 
+    def _settle_last(self) -> None:
+        """Read the step in flight, if all requests have ended that it is of: no call may come that reads it."""
+        if self._chain.ended and not self.scheduler.has_work:
+            self.settle()
+
     def _settle_for(self, request_id: str) -> None:
         """Read the step in flight, if a request is part of it."""
         if self._in_flight is not None and self._in_flight.has(request_id):
@@ -574,7 +582,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or bool(self._untold) or bool(self._chain.ended)
+        return self.scheduler.has_work or bool(self._untold)
 
     @property
     def has_room(self) -> bool:

@@ -280,7 +280,8 @@ def test_an_error_of_a_launch_is_raised_behind_what_is_known(monkeypatch: pytest
         engine.add_request("b", [5, 6], LONG)
         while engine._in_flight is None:
             engine.step()
-        monkeypatch.setattr(engine.runner, "launch", lambda _: 1 / 0)
+        for name in ("launch", "launch_behind"):
+            monkeypatch.setattr(engine.runner, name, lambda *_: 1 / 0)
         [delta] = engine.step()
         assert delta.request_id == "b"
         for _ in range(2):
