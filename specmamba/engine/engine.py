@@ -459,28 +459,36 @@ class Engine:
     def _receive(self) -> list[News]:
         """Wait for the oldest step in flight, if there is one, and do what the next one needs; returns what is to be told.
 
-        Requests that it ends are freed here, or, where the step behind it has a row of them, when that is read.
+        Requests that it ends are freed here, or, where they take part in the step behind it, when that is read.
         """
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
-        results = self.runner.finish(step, self._chain.behind, tuple(self._chain.ended))
+        gone, out = self._chain.gone, self._chain.gone.union(self._chain.ended)
+        if len(gone) == len(step.requests):
+            step.read.wait()
+            self._chain.take()
+            return []
+        results = self.runner.finish(step, gone, self._chain.ended)
         self._finished = time.perf_counter()
         behind, ended = self._chain.take()
-        self._in_flight = behind
         self._free(ended)
-        going_on = [(r, result) for r, result in zip(step.requests, results, strict=True) if r not in ended]
+        going_on = [(r, result) for r, result in zip(step.requests, results, strict=True) if r not in out]
+        if behind is not None:
+            self._chain.gone = frozenset(r for r, result in going_on if r.text.ends_on_device(result.tokens))
         news = [self._advance(request, result) for request, result in going_on]
         if self.pools.counts.is_used:
             told = [each for each in news if isinstance(each, StepNews)]
             self.pools.counts.add([each.request.held_row for each in told], [each.tokens for each in told])
         leaving = {r: isinstance(each, StepNews) for (r, _), each in zip(going_on, news, strict=True) if has_ended(each)}
-        if leaving and behind is None:
-            self._end(leaving)
-        elif leaving:
-            for request, leaves in leaving.items():
+        if leaving:
+            self._end({r: leaves for r, leaves in leaving.items() if behind is None or r in self._chain.gone})
+        if behind is not None:
+            for request in leaving.keys() - self._chain.gone:
                 self._requests.pop(request.request_id)
-                self._chain.hold(request, leaves)
+                self._chain.hold(request, leaving[request])
+            self.runner.expect(behind, self._chain.gone)
+            self._in_flight = behind
         return news
 
     def _free(self, ended: Mapping[Request, bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -215,30 +215,41 @@ class Runner:
         num_nodes = output.tokens.shape[1]
         return StepInFlight(requests, rows, output, read, skips, learns, is_usual, began, num_nodes, leads)
 
+    def expect(self, step: StepInFlight, gone: Collection[Request]) -> None:
+        """Count what ``launch`` would have counted, for a step that was launched before the one before it was read.
+
+        ``gone``: its requests that were padding in it.
+        """
+        if rows := [request.held_row for request in step.requests if request not in gone]:
+            self.pools.state_buffers.place(rows, step.num_nodes, is_captured=True)
+            self.drafter.prepare(rows, step.bucket)
+
     def finish(
-        self, step: StepInFlight, behind: StepInFlight | None = None, ended: Sequence[Request] = ()
+        self, step: StepInFlight, gone: Collection[Request] = (), ended: Collection[Request] = ()
     ) -> list[StepResult]:
         """Wait for a step, and count on the host what it has decided; returns the result of each request.
 
         Args:
             step: the oldest one in flight.
-            behind: the one that was launched behind it.
-            ended: requests of ``step`` that the step before has ended: nothing of theirs is kept.
+            gone: its requests that were padding in it; their results mean nothing.
+            ended: its requests that the step before has ended: nothing of theirs is kept.
         """
         requests, rows, output, sizer = step.requests, step.rows, step.output, self.sizer
         listed = () if output.logprobs is None else [request.params.logprobs for request in requests]
         results = output.results(step.read.wait(), listed)
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
-        kept = [-1 if r in ended else n for r, n in zip(requests, num_accepted, strict=True)] if ended else num_accepted
-        self.pools.advance(kept)
+        if gone or ended:
+            kept = [-1 if r in ended else n for r, n in zip(requests, num_accepted, strict=True) if r not in gone]
+            there = [place for place, request in enumerate(requests) if request not in gone]
+            self.pools.advance(kept)
+            self.drafter.advance([rows[place] for place in there], [decided[place] for place in there])
+            return results
+        self.pools.advance(num_accepted)
         if step.skips:
             self.drafter.skip(rows, decided, output.verdict, output.features)
         else:
             self.drafter.advance(rows, decided)
-        if behind is not None:  # as before its launch, had the host known these numbers
-            self.pools.state_buffers.place(behind.rows, behind.num_nodes, is_captured=True)
-            self.drafter.prepare(behind.rows, behind.bucket)
         self.probe.lap("commit")
         if sizer is not None:
             if step.learns and sizer.learns_on_host:

@@ -85,6 +85,10 @@ class DeferredReplay(EagerReplay[StepOutput]):
     def queue(self, work: Callable[[], object]) -> None:
         self._thread.submit(torch.inference_mode()(work))
 
+    def in_order(self, work: Callable[..., object]) -> Callable[..., None]:
+        """A function that is done behind the steps so far, and waited for."""
+        return lambda *args: self._thread.submit(torch.inference_mode()(work), *args).result() and None
+
     def close(self) -> None:
         self._thread.shutdown()
 
@@ -128,8 +132,11 @@ def deferred(engine: Engine, delay: Callable[[], float]) -> Iterator[DeferredRep
     max_nodes, num_rows = inputs.forced_output_ids.shape[1], graphs.buckets[-1]
     graphs.inputs = StepInputs(num_rows, max_nodes, torch.device("cpu"), is_mirrored=True, queue=replay.queue)
     graphs.inputs.trees = inputs.trees  # a sizer has them, too
+    runner = engine.runner
+    runner.complete = replay.in_order(runner.complete)  # type: ignore[method-assign]  # a step may run the drafter, too
     try:
         yield replay
     finally:
         replay.close()
+        del runner.complete
         graphs.replay, graphs.inputs = before, inputs

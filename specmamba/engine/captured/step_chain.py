@@ -17,20 +17,24 @@ if TYPE_CHECKING:
 class StepChain:
     """Launches a step behind the one in flight, where the host has nothing to do between the two.
 
-    A request that the step in flight ends takes part in the one behind it all the same. It is *ended* until that one
-    was read: its row, slot and pages are still in use, and nothing of what that step decides for it is kept.
+    A request that the step in flight ends for a reason that the step itself knows is padding in the one behind it: it is
+    *gone*, and its memory is free. Any other request that ends, as by a stop string, takes part in the one behind it
+    all the same. It is *ended* until that one was read: its row, slot and pages are still in use, and nothing of what
+    that step decides for it is kept.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner, self._scheduler = runner, scheduler
         self.ended: dict[Request, bool] = {}  # of the newest step, and whether they leave their states
+        self.gone: frozenset[Request] = frozenset()  # of the newest step
         self.behind: StepInFlight | None = None  # behind the step that is to be read next
         self._num_steps = self._num_chained = self._num_discarded = 0
         self._num_for_host = self._num_for_requests = self._num_for_memory = 0
 
     def launch_behind(self, step: StepInFlight) -> bool:
         """Launch a step behind the newest one; False: it is to be read first, and nothing was launched."""
-        places = [place for place, request in enumerate(step.requests) if request not in self.ended]
+        out = self.gone.union(self.ended)
+        places = [place for place, request in enumerate(step.requests) if request not in out]
         requests = step.requests if len(places) == len(step.requests) else [step.requests[place] for place in places]
         if not requests or not self._scheduler.is_settled(requests) or _all_end(requests):
             self._num_for_requests += 1
@@ -46,6 +50,7 @@ class StepChain:
     def take(self) -> tuple[StepInFlight | None, dict[Request, bool]]:
         """Return the step behind the one that is read now, and the requests that had ended before that; forget them."""
         behind, ended, self.behind, self.ended = self.behind, self.ended, None, {}
+        self.gone = frozenset()
         self._num_steps += 1
         self._num_chained += behind is not None
         self._num_discarded += len(ended)

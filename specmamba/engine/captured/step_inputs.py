@@ -13,16 +13,21 @@ from specmamba.cuda_graphs import Columns, Queue, at_once
 from specmamba.draft.drafter import HostPendingTokens
 from specmamba.engine.captured.step_kind import LOGPROBS, Deciding, Sampling, StepKind
 from specmamba.engine.captured.tree_inputs import PackedInputs, TreeInputs
-from specmamba.engine.request import Request, forced_ahead
+from specmamba.engine.request import KNOWN_STOPS, Request, forced_ahead
 from specmamba.kernels import gpu
 from specmamba.kernels.state_records import RowSet
 from specmamba.sampling_params import Biases, Penalties, SamplingBatch, SamplingParams
 from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 
 # values of padding rows: row 0 of every table and slot 0 of every pool belong to no request
-ROWS = {"row": 0, "slot": 0, "num_kept_tokens": 0}
-ADVANCED = {"root_token": 0, "root_position": 0, "num_pending_tokens": 1, "num_pending": 0, "folds": 0}  # by steps
-SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0}
+ROWS = {
+    "num_kept_tokens": 0,
+    # what a step leaves to the next one, in the order of ``StepInputs.advance``
+    "row": 0, "slot": 0, "root_token": 0, "root_position": 0, "num_pending_tokens": 1, "num_pending": 0, "folds": 0,
+    "num_left": 0,
+}  # fmt: skip
+STOPS = tuple(f"stop_{i}" for i in range(KNOWN_STOPS))
+SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0} | dict.fromkeys(STOPS, -1)
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
 LEAST_BIASES = 64  # of a captured step; larger numbers are powers of two
 
@@ -81,7 +86,7 @@ class StepInputs:
         """
         if is_mirrored is None:
             is_mirrored = device.type != "cpu"
-        self.rows = Columns(ROWS | ADVANCED, num_rows, torch.int64, device, is_mirrored, queue)
+        self.rows = Columns(ROWS, num_rows, torch.int64, device, is_mirrored, queue)
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device, is_mirrored, queue)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device, is_mirrored, queue)
         self._moves = Columns({"place": -1}, num_rows, torch.int64, device, is_mirrored, queue)
@@ -116,6 +121,7 @@ class StepInputs:
             self.floats.write(own | penalties)
             rules = [request.rule for request in requests]
             settings = {"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]}
+            settings |= dict(zip(STOPS, zip(*[r.text.known_stops for r in requests], strict=True), strict=True))
             self.settings.write(settings | {"rejects": [rule == "rejection" for rule in rules]})
             listed = [p.logprobs for p in params if p.logprobs is not None]
             num_logprobs = next(n for n in LOGPROBS if n >= max(listed)) if listed else None
@@ -163,6 +169,7 @@ class StepInputs:
             "row": [request.held_row for request in requests],
             "root_token": [request.root_token for request in requests],
             "root_position": [request.root_position for request in requests],
+            "num_left": [request.text.num_left for request in requests],
         }
         if pending_tokens is not None:
             columns["num_pending_tokens"] = pending_tokens.counts
@@ -188,6 +195,8 @@ class StepInputs:
     def advance(self, kind: StepKind, verdict: Verdict, most_pending: int) -> None:
         """Make the rows those of the next step of the same requests; runs on the device alone.
 
+        Rows whose requests end here, as ``TextStream.ends_on_device`` says, become padding.
+
         Args:
             kind: of step; all its pending tokens were run.
             verdict: of it. Where nothing could be decided, the next root is any token.
@@ -196,14 +205,22 @@ class StepInputs:
         size, column = kind.batch_size, self.rows.read
         count = verdict.num_accepted + 1
         num_pending = column("num_pending", size).masked_fill(column("folds", size) > 0, 0) + count
+        num_left = column("num_left", size) - count
+        stops = torch.stack([self.settings.read(name, size) for name in STOPS], 1)
+        tokens = verdict.path_tokens
+        is_decided = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        has_stop = ((tokens[..., None] == stops[:, None]).any(2) & is_decided).any(1)
         advanced = {
+            "row": column("row", size),
+            "slot": column("slot", size),
             "root_token": verdict.bonus.masked_fill(~verdict.is_finite, 0),
             "root_position": column("root_position", size) + count,
             "num_pending_tokens": count,
             "num_pending": num_pending,
             "folds": num_pending > most_pending,
+            "num_left": num_left,
         }
-        self.rows.put(advanced, column("row", size) > 0)
+        self.rows.put(advanced, (column("row", size) > 0) & (num_left > 0) & ~has_stop)
 
     def keep_logits(self, logits: Tensor) -> Tensor:
         """Copy the logits [B, N, V] of a forward to where its decision reads them, in the same memory for all kinds."""
