@@ -46,7 +46,7 @@ class Replay(ABC, Generic[T]):
     """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
-    is_deferred = False  # a run may return before its result is there; until that is read, the host writes no inputs
+    is_deferred = False  # a run may return before its result is there, and the next one may be given to the device
     seconds = 0.0  # in replays of native calls, since the start
     num_unreplayed = 0  # runs that called the function, since the start
 
@@ -115,7 +115,8 @@ class GraphReplay(Replay[T]):
     """Captures a function at its first run, and from then on replays it with one launch for each of its parts.
 
     All graphs share one memory pool: they never run at the same time, and the result of one is copied (``read``) before
-    the next runs. A function whose capture fails is called at every run; where memory ran out, the error is the caller's.
+    the next runs. A function whose capture fails is called at every run; where memory ran out, the error is the
+    caller's.
     """
 
     has_fixed_shapes = True

@@ -41,9 +41,9 @@ class _Piece:
 class Columns:
     """Named columns of up to ``num_rows`` numbers, of one dtype, in one tensor on the device.
 
-    ``write`` is one copy from the host for all of them, behind the work that the device has: two pieces of pinned memory
-    take turns, so the host may write for a step while the copy for the one before may still be made. On a CPU the steps
-    read what the host writes, which must wait for them then.
+    ``write`` is one copy from the host for all of them, behind the work that the device has: two pieces of pinned
+    memory take turns, so the host may write for a step while the copy for the one before is still to be made. On a CPU
+    the steps read what the host writes, which must wait for them then.
     """
 
     def __init__(

@@ -452,12 +452,12 @@ class Engine:
             return False
         try:
             return self._chain.launch_behind(self._in_flight)
-        except Exception as error:
-            self._error = error  # raised by the next call, behind what is known then
+        except Exception as error:  # noqa: BLE001 -- raised by the next call, behind what is known then
+            self._error = error
             return True
 
     def _receive(self) -> list[News]:
-        """Wait for the oldest step in flight, if there is one, and do what the next one needs; returns what is to be told.
+        """Wait for the oldest step in flight, if there is one, and do what the next one needs; returns the news.
 
         Requests that it ends are freed here, or, where they take part in the step behind it, when that is read.
         """
@@ -480,7 +480,9 @@ class Engine:
         if self.pools.counts.is_used:
             told = [each for each in news if isinstance(each, StepNews)]
             self.pools.counts.add([each.request.held_row for each in told], [each.tokens for each in told])
-        leaving = {r: isinstance(each, StepNews) for (r, _), each in zip(going_on, news, strict=True) if has_ended(each)}
+        leaving = {
+            r: isinstance(each, StepNews) for (r, _), each in zip(going_on, news, strict=True) if has_ended(each)
+        }
         if leaving:
             self._end({r: leaves for r, leaves in leaving.items() if behind is None or r in self._chain.gone})
         if behind is not None:

@@ -23,7 +23,6 @@ from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
 from specmamba.models.text.tokenizer import Detokenizer
 from specmamba.sampling_params import AcceptRule, SamplingParams
 
-
 KNOWN_STOPS = 8  # stop tokens of a request that captured steps know
 
 

@@ -85,9 +85,13 @@ class DeferredReplay(EagerReplay[StepOutput]):
     def queue(self, work: Callable[[], object]) -> None:
         self._thread.submit(torch.inference_mode()(work))
 
-    def in_order(self, work: Callable[..., object]) -> Callable[..., None]:
+    def in_order(self, work: Callable[..., None]) -> Callable[..., None]:
         """A function that is done behind the steps so far, and waited for."""
-        return lambda *args: self._thread.submit(torch.inference_mode()(work), *args).result() and None
+
+        def ordered(*args: Any) -> None:
+            self._thread.submit(torch.inference_mode()(work), *args).result()
+
+        return ordered
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -17,7 +17,17 @@ from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import KNOWN_STOPS, Request
 from specmamba.verify.result import StepOutput, StepResult
-from tests.engine.test_engine import answer, answers, assert_consistent, assert_idle, build, change, run, text_of, tokens_of
+from tests.engine.test_engine import (
+    answer,
+    answers,
+    assert_consistent,
+    assert_idle,
+    build,
+    change,
+    run,
+    text_of,
+    tokens_of,
+)
 from tests.verify.deferred import DeferredReplay, deferred, random_delays
 
 SIZE = 7
@@ -310,7 +320,9 @@ class TestSteps:
             engine.add_request("a", list(PROMPTS[0]), LONG)
             end(engine)
             tokens = expected["0"][0]
-            assert engine.cache_manager.cache.peek(torch.tensor([*PROMPTS[0], *tokens[:16]]).numpy(), None, None)[0] > 10
+            assert (
+                engine.cache_manager.cache.peek(torch.tensor([*PROMPTS[0], *tokens[:16]]).numpy(), None, None)[0] > 10
+            )
         engine.close()
 
     def test_close_frees_what_requests_hold_that_have_ended(self) -> None:

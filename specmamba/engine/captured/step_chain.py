@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class StepChain:
     """Launches a step behind the one in flight, where the host has nothing to do between the two.
 
-    A request that the step in flight ends for a reason that the step itself knows is padding in the one behind it: it is
-    *gone*, and its memory is free. Any other request that ends, as by a stop string, takes part in the one behind it
-    all the same. It is *ended* until that one was read: its row, slot and pages are still in use, and nothing of what
-    that step decides for it is kept.
+    A request that the step in flight ends for a reason that the step itself knows is padding in the one behind it: it
+    is *gone*, and its memory is free. Any other request that ends, as by a stop string, takes part in the one behind
+    it all the same. It is *ended* until that one was read: its row, slot and pages are still in use, and nothing of
+    what that step decides for it is kept.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:

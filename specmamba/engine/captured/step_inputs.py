@@ -121,7 +121,8 @@ class StepInputs:
             self.floats.write(own | penalties)
             rules = [request.rule for request in requests]
             settings = {"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]}
-            settings |= dict(zip(STOPS, zip(*[r.text.known_stops for r in requests], strict=True), strict=True))
+            stops = [request.text.known_stops for request in requests]
+            settings |= {name: [of_request[i] for of_request in stops] for i, name in enumerate(STOPS)}
             self.settings.write(settings | {"rejects": [rule == "rejection" for rule in rules]})
             listed = [p.logprobs for p in params if p.logprobs is not None]
             num_logprobs = next(n for n in LOGPROBS if n >= max(listed)) if listed else None
