@@ -1,10 +1,13 @@
 """Time of a decoding step outside of its captured calls: scheduler, inputs, reading, text.
 
-    python -m specmamba.bench.host_time [--json FILE] [--batches 1,8] [--rounds 7] [any engine flag]
+    python -m specmamba.bench.host_time [--json FILE] [--batches 1,8] [--rounds 7] [--stubbed] [any engine flag]
 
 Batches of requests decode together. The host time of a step is its time less that of its replay, a mean over a
 stretch of steps in which all requests take part; reported are medians over stretches. All settings take turns within a
 round.
+
+With ``--stubbed`` steps do nothing (``stubbed_steps.py``), and the engine works as beside a GPU: chained, or with each
+step read first. What a driver takes to launch and to copy is no part of it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -43,7 +48,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
 KEPT_FLAGS = {"speculative_state"} | {
     f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")
 }
-Setting = tuple[str, int, float]  # drafts, requests, temperature
+STUBBED = "chained", "read first"
+Setting = tuple[str, int, float, str]  # drafts, requests, temperature, how steps run
 
 
 class HostTimeConfig(JsonOption):
@@ -53,6 +59,7 @@ class HostTimeConfig(JsonOption):
     rounds: Annotated[Count, Field(description="rounds of all settings; the median over them is reported")] = 7
     batches: Annotated[tuple[Count, ...], Field(description="requests at a time")] = (1, 8)
     max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 160
+    stubbed: Annotated[bool, Field(description="steps do nothing, and the host works as beside a GPU")] = False
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
 
 
@@ -73,9 +80,13 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     refuse_draft_flags(config, KEPT_FLAGS, f"times its own drafts: {', '.join(DRAFTS)}")
     flags = config.model_dump(include=set(EngineConfig.model_fields))
     stretches: dict[Setting, list[Stretch]] = defaultdict(list)
-    with progress_bar("rounds", config.rounds + 1) as advance, LLM(**{**flags, **TREE}) as llm:
+    fixed = {"speculative_adaptive": "off"} if config.stubbed else {}
+    ways = STUBBED if config.stubbed else ("replayed",)
+    with progress_bar("rounds", config.rounds + 1) as advance, LLM(**{**flags, **TREE, **fixed}) as llm:
         for number in range(config.rounds + 1):
-            for setting in [(d, b, t) for d in DRAFTS for b in config.batches for t in config.temperatures]:
+            for setting in [
+                (d, b, t, w) for d in DRAFTS for b in config.batches for t in config.temperatures for w in ways
+            ]:
                 stretch = time_steps(llm, config, setting)
                 if number:  # the first round records the steps
                     stretches[setting].append(stretch)
@@ -100,20 +111,39 @@ def time_steps(llm: LLM, config: HostTimeConfig, setting: Setting) -> Stretch:
     from specmamba import SamplingParams
     from specmamba.measure.full_batch import Job, run_full_batch
 
-    drafts, size, temperature = setting
+    drafts, size, temperature, way = setting
     llm.workbench.use_drafts(**DRAFTS[drafts])
     params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=1, ignore_eos=True)
     texts = bundled_texts()
     prompts = [tuple(llm.engine.tokenizer.encode(texts[i % len(texts)].text)) for i in range(size)]
-    stretch = run_full_batch(llm, [Job(prompt, params) for prompt in prompts])
-    if not llm.workbench.replayed_seconds:
+    with _stubbed(llm, way):
+        stretch = run_full_batch(llm, [Job(prompt, params) for prompt in prompts])
+    if not (config.stubbed or llm.workbench.replayed_seconds):
         raise ConfigError("no step was replayed by native code: this needs a CPU, and no --disable-cuda-graph")
     return stretch
 
 
+@contextmanager
+def _stubbed(llm: LLM, way: str) -> Iterator[None]:
+    """Let steps do nothing, where that is the way, after one of this kind.
+
+    Raises:
+        ConfigError: no step is captured.
+    """
+    from specmamba.bench.stubbed_steps import stubbed
+
+    if way not in STUBBED:
+        yield
+        return
+    if llm.engine.runner.graph_runner is None or llm.engine.device.type != "cpu":
+        raise ConfigError("--stubbed: no step is captured on a CPU: drop --disable-cuda-graph and --device")
+    with stubbed(llm.engine, is_chained=way == "chained"):
+        yield
+
+
 def named(setting: Setting) -> dict[str, Any]:
     """The parts of a setting by name."""
-    return dict(zip(("drafts", "requests", "temperature"), setting, strict=True))
+    return dict(zip(("drafts", "requests", "temperature", "steps"), setting, strict=True))
 
 
 def summarize(stretches: list[Stretch]) -> dict[str, Any]:
@@ -132,12 +162,12 @@ def print_report(report: Report) -> None:
     page.lines(f"{report['model']}, {report['dtype']}", report["machine"])
     rows = [
         (
-            row["drafts"], f"{row['requests']}", f"{row['temperature']:g}", f"{row['step_ms']:.2f}",
+            row["drafts"], row["steps"], f"{row['requests']}", f"{row['temperature']:g}", f"{row['step_ms']:.2f}",
             f"{row['host_ms']:.3f}", "{:.3f}-{:.3f}".format(*row["host_range"]),
         )
         for row in report["results"]
     ]  # fmt: skip
-    page.table(("", "requests", "T", "step ms", "host ms", "range"), rows, text_columns=(0,))
+    page.table(("", "steps", "requests", "T", "step ms", "host ms", "range"), rows, text_columns=(0, 1))
 
 
 if __name__ == "__main__":

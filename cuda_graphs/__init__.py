@@ -3,7 +3,7 @@
 from specmamba.cuda_graphs.host_reads import DirectRead, HostRead
 from specmamba.cuda_graphs.native_replay import NativeReplay
 from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, NextPart, Replay
-from specmamba.cuda_graphs.step_buffers import Columns, bucket_for, bucket_sizes
+from specmamba.cuda_graphs.step_buffers import Columns, Queue, at_once, bucket_for, bucket_sizes
 from specmamba.cuda_graphs.watch import StepWatch
 
 __all__ = [
@@ -15,8 +15,10 @@ __all__ = [
     "HostRead",
     "NativeReplay",
     "NextPart",
+    "Queue",
     "Replay",
     "StepWatch",
+    "at_once",
     "bucket_for",
     "bucket_sizes",
 ]

@@ -62,10 +62,11 @@ class NativeReplay(Replay[T]):
         key: Hashable,
         function: Callable[[], Any],
         clear: Callable[[], object],
-        fill: Callable[[], object],
+        fill: Callable[[], object] | None,
         then: NextPart | None = None,
     ) -> T:
-        fill()
+        if fill is not None:
+            fill()
         result: T
         given, is_kept = self._run(key, function)
         if then is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cuda_graphs.host_reads import DirectRead, HostRead, PinnedReads
+from specmamba.cuda_graphs.step_buffers import at_once
 
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries take their workspaces
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Replay(ABC, Generic[T]):
     """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
-    is_deferred = False  # a run may return before its result is there; until that is read, inputs must not change
+    is_deferred = False  # a run may return before its result is there, and the next one may be given to the device
     seconds = 0.0  # in replays of native calls, since the start
     num_unreplayed = 0  # runs that called the function, since the start
 
@@ -55,7 +56,7 @@ class Replay(ABC, Generic[T]):
         key: Hashable,
         function: Callable[[], Any],
         clear: Callable[[], object],
-        fill: Callable[[], object],
+        fill: Callable[[], object] | None,
         then: NextPart | None = None,
     ) -> T:
         """Run a function on inputs.
@@ -64,7 +65,7 @@ class Replay(ABC, Generic[T]):
             key: tells functions apart; one key always stands for the same function.
             function: depends on no host values that change between runs.
             clear: makes all inputs padding; results of a run on padding alone are never read.
-            fill: writes the inputs.
+            fill: writes the inputs; None: the last run has left them, and need not have been read.
             then: goes on from the function's result; None: nothing does.
 
         Returns:
@@ -74,6 +75,14 @@ class Replay(ABC, Generic[T]):
     def read(self, tensors: Sequence[Tensor]) -> HostRead:
         """Begin to read tensors of the result of the newest run."""
         return DirectRead(tensors)
+
+    def may_follow(self, key: Hashable, then: NextPart) -> bool:
+        """Whether a run of these parts needs no capture, so that it can be launched behind a run that was not read."""
+        return False
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Change fixed buffers on the device, behind all runs so far and before all later ones."""
+        at_once(work)
 
     def close(self) -> None:
         """Give back what is not memory; nothing runs after that."""
@@ -93,10 +102,11 @@ class EagerReplay(Replay[T]):
         key: Hashable,
         function: Callable[[], Any],
         clear: Callable[[], object],
-        fill: Callable[[], object],
+        fill: Callable[[], object] | None,
         then: NextPart | None = None,
     ) -> T:
-        fill()
+        if fill is not None:
+            fill()
         result: T = function() if then is None else then.function(function())
         return result
 
@@ -104,8 +114,9 @@ class EagerReplay(Replay[T]):
 class GraphReplay(Replay[T]):
     """Captures a function at its first run, and from then on replays it with one launch for each of its parts.
 
-    All graphs share one memory pool: they never run at the same time, and the result of one is read before the next
-    runs. A function whose capture fails is called at every run; where memory ran out, the error is the caller's.
+    All graphs share one memory pool: they never run at the same time, and the result of one is copied (``read``) before
+    the next runs. A function whose capture fails is called at every run; where memory ran out, the error is the
+    caller's.
     """
 
     has_fixed_shapes = True
@@ -124,7 +135,7 @@ class GraphReplay(Replay[T]):
         key: Hashable,
         function: Callable[[], Any],
         clear: Callable[[], object],
-        fill: Callable[[], object],
+        fill: Callable[[], object] | None,
         then: NextPart | None = None,
     ) -> T:
         if key not in self._graphs:
@@ -133,7 +144,8 @@ class GraphReplay(Replay[T]):
         if then is not None and self._graphs[key] is not None and (key, then.key) not in self._graphs:
             clear()
             self._add((key, then.key), partial(then.function, self._launch(key, function)))
-        fill()
+        if fill is not None:
+            fill()
         result: T = self._launch(key, function)
         if then is not None:
             result = self._launch((key, then.key), partial(then.function, result))
@@ -144,6 +156,9 @@ class GraphReplay(Replay[T]):
             return super().read(tensors)
         self._reads = self._reads or PinnedReads()
         return self._reads.begin(tensors)
+
+    def may_follow(self, key: Hashable, then: NextPart) -> bool:
+        return self._graphs.get(key) is not None and self._graphs.get((key, then.key)) is not None
 
     def _add(self, key: Hashable, function: Callable[[], Any]) -> None:
         self._graphs[key] = self._try_to_capture(key, function)

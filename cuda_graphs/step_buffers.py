@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
+
+Queue = Callable[[Callable[[], object]], object]  # does some work of the device behind what that was given
+
+
+def at_once(work: Callable[[], object]) -> None:
+    """Give work to the device behind what the current stream has."""
+    work()
+
+
+class _Piece:
+    """Memory of the host for all columns, pinned for a GPU."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self.memory = torch.empty(shape, dtype=dtype, pin_memory=self._event is not None)
+        self.numbers = self.memory.numpy()
+
+    def wait(self) -> None:
+        """Wait until it was copied."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def send(self, to: Tensor) -> None:
+        """Copy it."""
+        to.copy_(self.memory, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
 
 
 class Columns:
     """Named columns of up to ``num_rows`` numbers, of one dtype, in one tensor on the device.
 
-    ``write`` is one copy from the host for all of them, which does not wait where the host's memory is pinned; on a CPU
-    the steps read what the host writes. The host may write again only after it has waited for the device, as it does
-    when it reads the result of a step.
+    ``write`` is one copy from the host for all of them, behind the work that the device has: two pieces of pinned
+    memory take turns, so the host may write for a step while the copy for the one before is still to be made. On a CPU
+    the steps read what the host writes, which must wait for them then.
     """
 
-    def __init__(self, padding: Mapping[str, float], num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        padding: Mapping[str, float],
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_mirrored: bool | None = None,
+        queue: Queue = at_once,
+    ) -> None:
         """Allocate the columns.
 
         Args:
@@ -25,12 +62,17 @@ class Columns:
             num_rows: of the largest batch.
             dtype: of all columns.
             device: where they are read.
+            is_mirrored: the device has its own copy; None: it has one unless it is a CPU.
+            queue: gives copies to the device.
         """
         self._names = {name: place for place, name in enumerate(padding)}
-        self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None].numpy()
-        self._host = torch.empty(len(padding), num_rows, dtype=dtype, pin_memory=device.type == "cuda")
-        self._numbers = self._host.numpy()
-        self._device = self._host if device.type == "cpu" else torch.empty_like(self._host, device=device)
+        self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None]
+        self._is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
+        shape = len(padding), num_rows
+        pieces = [_Piece(shape, dtype, device) for _ in range(2 if self._is_mirrored else 1)]
+        self._pieces, self._queue = cycle(pieces), queue
+        self._device = torch.empty(shape, dtype=dtype, device=device) if self._is_mirrored else pieces[0].memory
+        self.padding = self._padding.to(device)  # [columns, 1]
         self.write({})
 
     def write(self, columns: Mapping[str, Sequence[float]]) -> None:
@@ -39,15 +81,38 @@ class Columns:
         Raises:
             KeyError: there is no such column.
         """
-        self._numbers[:] = self._padding
+        piece = next(self._pieces)
+        piece.wait()
+        piece.numbers[:] = self._padding.numpy()
         for name, numbers in columns.items():
-            self._numbers[self._names[name], : len(numbers)] = numbers
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+            piece.numbers[self._names[name], : len(numbers)] = numbers
+        if self._is_mirrored:
+            self._queue(partial(piece.send, self._device))
 
     def read(self, name: str, num_rows: int) -> Tensor:
         """Return the first rows of a column, [num_rows], on the device: a view that later writes update."""
         return self._device[self._names[name], :num_rows]
+
+    def put(self, columns: Mapping[str, Tensor], is_row: Tensor) -> None:
+        """Write columns of the first rows on the device, where a captured step may do it.
+
+        Args:
+            columns: [B] each, of any dtype; neighbours, in their order.
+            is_row: [B] bool; False: the row becomes padding.
+        """
+        first = self._names[next(iter(columns))]
+        places = slice(first, first + len(columns))
+        numbers = torch.stack([x.to(self._device.dtype) for x in columns.values()])
+        self._device[places, : len(is_row)] = numbers.where(is_row, self.padding[places])
+
+    def keep(self, places: Tensor) -> None:
+        """Move rows on the device.
+
+        Args:
+            places: [num_rows] int64, which row each one gets its numbers from; negative: it becomes padding.
+        """
+        moved = self._device.index_select(1, places.clamp(min=0))
+        self._device.copy_(moved.where(places >= 0, self.padding))
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:

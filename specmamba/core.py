@@ -103,6 +103,21 @@ class DraftTextStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ChainStats:
+    """How often a step was launched before the one before it was read, since the start; and why not, where it was not.
+
+    A step that waits for more than one of the reasons is counted for one.
+    """
+
+    num_steps: int  # that were read
+    num_chained: int  # before whose read the next one was launched
+    num_discarded: int  # rows of steps whose requests had ended before
+    num_for_host: int  # steps before which the host had a part: grammars, penalties, sizes, a kind's first step
+    num_for_requests: int  # before which requests came, extended, or all ended
+    num_for_memory: int  # before which KV had to be made free, or a state was to be left
+
+
+@dataclass(frozen=True, slots=True)
 class SizingStats:
     """What the sizing of drafts has decided since the start, and thinks now."""
 

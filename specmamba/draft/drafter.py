@@ -102,6 +102,21 @@ class Drafter(ABC):
         """Return a chain of ``num_nodes`` nodes, the root included, for every row of the batch."""
         raise NotImplementedError
 
+    def may_follow(self, batch_size: int) -> bool:
+        """Whether steps of so many rows, with padding, need nothing of the host that depends on the step before.
+
+        Such steps run all pending tokens, and the decided ones are pending after them. What ``features`` returns is
+        kept by ``keep`` until the next one, for rows that have ended already.
+        """
+        return False
+
+    def keep(self, batch: Batch) -> None:  # noqa: B027
+        """Keep what ``features`` returns now, for ``kept_features``: in a captured step, before ``observe``."""
+
+    def kept_features(self, row: int, position: int) -> Tensor | None:
+        """Return what ``features`` would have returned before the newest step of this row, which kept it."""
+        return None
+
     def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens | None:
         """Begin a step that drafts for some rows only; returns what ``prepare`` does, for all rows."""
         return None
@@ -166,6 +181,9 @@ class NoDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         return root_tree(batch)
+
+    def may_follow(self, batch_size: int) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

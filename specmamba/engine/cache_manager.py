@@ -178,6 +178,31 @@ class CacheManager:
             return table.ensure(row, ahead)
         return self.cache.make_room(missing, 0) and table.ensure(row, num_positions)
 
+    def grow_ahead(self, requests: Iterable[Request], num_positions: int, num_ahead: int) -> bool:
+        """Allocate KV for so many positions of running requests from their roots on, where nothing moves for it.
+
+        Elastic pools, and those with tiers below them, give free KV alone; others evict, too.
+
+        Args:
+            requests: a step of theirs may be in flight.
+            num_positions: that each needs.
+            num_ahead: more that it gets, where as many are free.
+
+        Returns:
+            False, where there is too little, or a text has no room for so many.
+        """
+        table, allocator = self.pools.table, self.pools.kv.allocator
+        evicts = self.pools.split is None and self.tiers is None
+        for request in self.lacking(requests, num_positions):
+            end = request.root_position + num_positions
+            if end > table.max_positions:
+                return False
+            if not evicts and table.num_missing_pages(request.held_row, end) > allocator.num_free:
+                return False
+            if not self.grow(request, end, num_ahead):
+                return False
+        return True
+
     def make_slot(self) -> bool:
         """Free a state slot for the prefix cache, by eviction if need be; False if running requests hold all.
 
@@ -204,10 +229,20 @@ class CacheManager:
             request: after the step.
             previous: tokens that it had run before the step.
         """
+        return self._tracked_between(request, previous, request.num_run)
+
+    def may_track(self, requests: Iterable[Request], num_tokens: int) -> bool:
+        """Whether a step that runs up to so many tokens of each request may pass a position to be left."""
+        if self._track_interval is None:
+            return False
+        return any(self._tracked_between(r, r.num_run, r.num_run + num_tokens) for r in requests)
+
+    def _tracked_between(self, request: Request, first: int, last: int) -> list[int]:
+        """Positions behind ``first``, up to ``last``, at which ``track_interval`` asks for a state."""
         if self._track_interval is None:
             return []
         offset, interval = len(request.prompt), self._track_interval
-        counts = range((previous - offset) // interval + 1, (request.num_run - offset) // interval + 1)
+        counts = range((first - offset) // interval + 1, (last - offset) // interval + 1)
         return [offset + count * interval for count in counts if count > 0 and is_tracked(count)]
 
     def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:

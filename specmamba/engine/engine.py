@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import ClassVar
@@ -28,6 +28,7 @@ from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.rank_sizers import build_sizer
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
+from specmamba.engine.captured.step_chain import StepChain
 from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
@@ -135,6 +136,7 @@ class Engine:
         self._order = itertools.count()  # of arrival: never used twice, since settings on the device are kept by it
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._in_flight: StepInFlight | None = None  # launched, and not read yet
+        self._chain = StepChain(self.runner, self.scheduler)
         self._finished = 0.0  # time at which the newest step was read
         self._untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
         self._error: Exception | None = None  # of a launch behind such a step: nothing goes on
@@ -369,6 +371,7 @@ class Engine:
                 request.follower.close()
             if self.handoffs is not None:
                 self.handoffs.was_dropped(request)
+            self._settle_last()
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
@@ -376,13 +379,18 @@ class Engine:
 
         A request whose grammar is still finding out which tokens may follow sits out this verify. Where the device
         works by itself (``Runner.overlaps``), a verify is launched here and read by the next call, so that what the one
-        before has decided is told while it runs.
+        before has decided is told while it runs; and where the host has nothing to do between the two (``StepChain``),
+        it is launched before that one is read.
 
         Returns:
             A delta for every request that got tokens or ended.
         """
         if self._error is not None:
             raise self._error
+        if self._launch_behind():
+            deltas = self._tell(self._receive())
+            self._settle_last()
+            return deltas
         deltas, self._untold = self._untold, []
         news, is_read_here = self._receive(), False
         if is_behind := bool(deltas or news):
@@ -438,21 +446,62 @@ class Engine:
         self._told_errors(batch)
         return deltas
 
+    def _launch_behind(self) -> bool:
+        """Launch a verify behind the one in flight, before that is read; False: that must be read first."""
+        if self._in_flight is None or self.handoffs is not None:
+            return False
+        try:
+            return self._chain.launch_behind(self._in_flight)
+        except Exception as error:  # noqa: BLE001 -- raised by the next call, behind what is known then
+            self._error = error
+            return True
+
     def _receive(self) -> list[News]:
-        """Wait for the step in flight, if there is one, and do what the next one needs; returns what is to be told."""
+        """Wait for the oldest step in flight, if there is one, and do what the next one needs; returns the news.
+
+        Requests that it ends are freed here, or, where they take part in the step behind it, when that is read.
+        """
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
-        results = self.runner.finish(step)
+        gone, out = self._chain.gone, self._chain.gone.union(self._chain.ended)
+        if len(gone) == len(step.requests):
+            step.read.wait()
+            self._chain.take()
+            return []
+        results = self.runner.finish(step, gone, self._chain.ended)
         self._finished = time.perf_counter()
-        news = [self._advance(request, result) for request, result in zip(step.requests, results, strict=True)]
+        behind, ended = self._chain.take()
+        self._free(ended)
+        going_on = [(r, result) for r, result in zip(step.requests, results, strict=True) if r not in out]
+        if behind is not None:
+            self._chain.gone = frozenset(r for r, result in going_on if r.text.ends_on_device(result.tokens))
+        news = [self._advance(request, result) for request, result in going_on]
         if self.pools.counts.is_used:
             told = [each for each in news if isinstance(each, StepNews)]
             self.pools.counts.add([each.request.held_row for each in told], [each.tokens for each in told])
-        ended = [request for request, each in zip(step.requests, news, strict=True) if has_ended(each)]
-        if ended:
-            self._end(ended)
+        leaving = {
+            r: isinstance(each, StepNews) for (r, _), each in zip(going_on, news, strict=True) if has_ended(each)
+        }
+        if leaving:
+            self._end({r: leaves for r, leaves in leaving.items() if behind is None or r in self._chain.gone})
+        if behind is not None:
+            for request in leaving.keys() - self._chain.gone:
+                self._requests.pop(request.request_id)
+                self._chain.hold(request, leaving[request])
+            self.runner.expect(behind, self._chain.gone)
+            self._in_flight = behind
         return news
+
+    def _free(self, ended: Mapping[Request, bool]) -> None:
+        """Free what requests hold that ended one step ago; a state that the step in between has folded away is lost."""
+        for request in self.cache_manager.leaving([request for request, leaves in ended.items() if leaves]):
+            row, position = request.held_row, request.num_run
+            if position in self.pools.state_buffers.positions(row):
+                self.cache_manager.leave_last(request, self.runner.drafter.kept_features(row, position))
+        for request in ended:
+            self.runner.dismiss(request)
+            self.scheduler.release(request)
 
     def _tell(self, news: Sequence[News]) -> list[OutputDelta]:
         """Make deltas of what a step has brought."""
@@ -472,6 +521,11 @@ class Engine:
         if self._in_flight is not None:
             with torch.inference_mode():
                 self._untold += self._tell(self._receive())
+
+    def _settle_last(self) -> None:
+        """Read the step in flight, if all requests have ended that it is of: no call may come that reads it."""
+        if self._chain.ended and not self.scheduler.has_work:
+            self.settle()
 
     def _settle_for(self, request_id: str) -> None:
         """Read the step in flight, if a request is part of it."""
@@ -553,6 +607,7 @@ class Engine:
             stats,
             sizing=None if sizer is None else sizer.stats(),
             draft_texts=drafter.text_stats,
+            chain=self._chain.stats if self.runner.is_deferred else None,
             handoffs=None if self.handoffs is None else self.handoffs.stats(),
         )
 
@@ -646,6 +701,9 @@ class Engine:
         step, self._in_flight, self._untold = self._in_flight, None, []
         if step is not None:
             step.read.wait()  # the memory of its requests is freed
+        for request in self._chain.take()[1]:
+            self.runner.dismiss(request)
+            self.scheduler.release(request)
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
@@ -659,12 +717,12 @@ class Engine:
     def _advance(self, request: Request, result: StepResult) -> News:
         """Append the new tokens of a step to a request; the news say whether they end it."""
         if not result.is_finite or request.grammar_error is not None:
-            return self._fail(request)
+            return self._failure(request)
         is_first = not request.output
         try:
             count, text, reason = request.text.decide(result.tokens)
         except RequestError as error:  # the tokenizer fails
-            return self._fail(request, str(error))
+            return self._failure(request, str(error))
         if request.follower is not None and reason is None:
             request.follower.advance(result.tokens)
         request.output.extend(result.tokens[:count])
@@ -674,9 +732,9 @@ class Engine:
                 self.cache_manager.leave_at(request, position, self._features(request, position))
         return StepNews(request, result, count, text, reason, is_first)
 
-    def _end(self, requests: list[Request]) -> None:
-        """End requests: their states and KV go to the prefix cache, all other memory is freed."""
-        self._leave([request for request in requests if request.row is not None])  # failed ones hold no row any more
+    def _end(self, requests: Mapping[Request, bool]) -> None:
+        """End requests: states and KV of those that leave them go to the prefix cache, all other memory is freed."""
+        self._leave([request for request, leaves in requests.items() if leaves])
         for request in requests:
             self.abort(request.request_id)
 
@@ -693,9 +751,14 @@ class Engine:
 
     def _fail(self, request: Request, message: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
         """End a request that cannot continue; the others continue. An error of its grammar precedes ``message``."""
+        delta = self._failure(request, message, code)
+        self.abort(request.request_id)
+        return delta
+
+    def _failure(self, request: Request, message: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
+        """The last delta of a request that cannot continue."""
         if request.grammar_error is not None:
             message, code = str(request.grammar_error), request.grammar_error.code
         if code == "grammar_too_complex":
             self.constraints.distrust(request.params.grammar, self._requests.values())
-        self.abort(request.request_id)
         return request.delta((), "", "error", message, error_code=code)

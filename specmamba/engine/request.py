@@ -23,6 +23,8 @@ from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
 from specmamba.models.text.tokenizer import Detokenizer
 from specmamba.sampling_params import AcceptRule, SamplingParams
 
+KNOWN_STOPS = 8  # stop tokens of a request that captured steps know
+
 
 class TextStream:
     """The growing output of one request.
@@ -37,9 +39,21 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._stop_ids = stop_ids
+        known = sorted(stop_ids)[:KNOWN_STOPS]
+        self.known_stops = (*known, *[-1] * (KNOWN_STOPS - len(known)))  # padded with -1
+        self._known = frozenset(known)
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._held = ""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the output may still get."""
+        return self._max_tokens - self._num_tokens
+
+    def ends_on_device(self, tokens: Sequence[int]) -> bool:
+        """Whether the next tokens end the output for a reason that captured steps know: length, or a known stop."""
+        return len(tokens) >= self.num_left or not self._known.isdisjoint(tokens)
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str, FinishReason | None]:
         """Take new tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -142,6 +142,48 @@ class Runner:
             for r in requests
         )
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether steps may be read after the host has gone on."""
+        return self.graph_runner is not None and self.graph_runner.replay.is_deferred
+
+    def launch_behind(self, step: StepInFlight, places: Sequence[int]) -> StepInFlight | None:
+        """Launch the next step of some requests of a step that was not read yet; ``finish`` is to be told of it.
+
+        Args:
+            step: the newest one.
+            places: of the requests in it, ascending; they have KV for what both steps may add.
+
+        Returns:
+            None, where the step needs the host, or was not captured yet: nothing was launched.
+        """
+        graphs, drafter = self.graph_runner, self.drafter
+        if graphs is None or not step.leads or not graphs.leads or self.sizer is not None or self._is_looked_at:
+            return None
+        requests = [step.requests[place] for place in places]
+        if len(requests) < len(step.requests) and any(request.params.logit_bias for request in step.requests):
+            return None  # they are written by the host, and number the rows
+        began, rows = time.perf_counter(), tuple([request.held_row for request in requests])
+        pending_tokens = HostPendingTokens((1,) * len(rows), False) if drafter.has_pending_tokens else None
+        output = graphs.follow(self._call(requests, pending_tokens, drafter), places)
+        if output is None:
+            return None
+        read, bucket = graphs.replay.read(output.columns), graphs.bucket(len(rows)) or len(rows)
+        num_nodes = drafter.num_nodes(bucket)
+        return StepInFlight(requests, rows, output, read, False, False, True, began, num_nodes, True, bucket)
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether tools look at steps, or time them."""
+        return self.on_draft is not None or self.probe.is_watching or self.target.is_watched
+
+    def _leads(self, requests: Sequence[Request]) -> bool:
+        """Whether the step after the newest one, which was replayed, needs nothing that the host knows after it."""
+        graphs = self.graph_runner
+        if graphs is None or not graphs.leads or self.sizer is not None or not self.overlaps(requests):
+            return False
+        return not any(request.forced_output_ids or request.params.has_penalties for request in requests)
+
     def launch(self, requests: Sequence[Request]) -> StepInFlight:
         """Draft, verify, accept, commit (``verify/step.py``): one to N new tokens for every request.
 
@@ -159,25 +201,50 @@ class Runner:
         skips = size is not None and size.depth == 0 and self.drafter.can_skip
         drafter = self._nobody if skips else self.drafter
         chains = self._predicted(requests)
-        output = self._run_captured(requests, rows, size, drafter, chains)
+        output, leads = self._run_captured(requests, rows, size, drafter, chains), False
         if output is None:
             output = self.verifier.step(*self._drafts(requests, rows, size, drafter, chains))
             read: HostRead = DirectRead(output.columns)
         else:
             assert self.graph_runner is not None
             read = self.graph_runner.replay.read(output.columns)
+            leads = self._leads(requests)
         is_usual = chains is None and num_unreplayed == self._num_unreplayed
         is_usual = is_usual and not (self._is_in_parts or self._catches_up)
         learns = chains is None and size is not None and size.depth > 0 and all(r.follower is None for r in requests)
-        return StepInFlight(requests, rows, output, read, skips, learns, is_usual, began)
+        num_nodes = output.tokens.shape[1]
+        return StepInFlight(requests, rows, output, read, skips, learns, is_usual, began, num_nodes, leads)
 
-    def finish(self, step: StepInFlight) -> list[StepResult]:
-        """Wait for a step, and count on the host what it has decided; returns the result of each request."""
+    def expect(self, step: StepInFlight, gone: Collection[Request]) -> None:
+        """Count what ``launch`` would have counted, for a step that was launched before the one before it was read.
+
+        ``gone``: its requests that were padding in it.
+        """
+        if rows := [request.held_row for request in step.requests if request not in gone]:
+            self.pools.state_buffers.place(rows, step.num_nodes, is_captured=True)
+            self.drafter.prepare(rows, step.bucket)
+
+    def finish(
+        self, step: StepInFlight, gone: Collection[Request] = (), ended: Collection[Request] = ()
+    ) -> list[StepResult]:
+        """Wait for a step, and count on the host what it has decided; returns the result of each request.
+
+        Args:
+            step: the oldest one in flight.
+            gone: its requests that were padding in it; their results mean nothing.
+            ended: its requests that the step before has ended: nothing of theirs is kept.
+        """
         requests, rows, output, sizer = step.requests, step.rows, step.output, self.sizer
         listed = () if output.logprobs is None else [request.params.logprobs for request in requests]
         results = output.results(step.read.wait(), listed)
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
+        if gone or ended:
+            kept = [-1 if r in ended else n for r, n in zip(requests, num_accepted, strict=True) if r not in gone]
+            there = [place for place, request in enumerate(requests) if request not in gone]
+            self.pools.advance(kept)
+            self.drafter.advance([rows[place] for place in there], [decided[place] for place in there])
+            return results
         self.pools.advance(num_accepted)
         if step.skips:
             self.drafter.skip(rows, decided, output.verdict, output.features)

@@ -16,7 +16,7 @@ from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.cache.split import SplitStats
 from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.config import EngineConfig
-from specmamba.core import DraftTextStats, SizingStats, SpecStats
+from specmamba.core import ChainStats, DraftTextStats, SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.fair_queue import (
     PrefillTurns,
@@ -83,6 +83,7 @@ class EngineStats:
     disk: TierStats | None = None  # or on disk,
     store: TierStats | None = None  # or in a store of several machines
     draft_texts: DraftTextStats | None = None  # None: drafts are not copied from suffix automata
+    chain: ChainStats | None = None  # None: steps are read where they are launched
     handoffs: HandoffStats | None = None  # None: prefill and decode are not apart
     replicas: ReplicaStats | None = None  # None: requests run in this process
 
@@ -113,6 +114,8 @@ class Scheduler:
         self.verifying: list[Request] = []
         self.num_preemptions = 0
         self._turns = PrefillTurns()
+        self._num_changes = 0  # of the queue, and times that memory became free
+        self._stuck_since: int | None = None  # number of changes when nothing more could be admitted
 
     def add(self, request: Request) -> None:
         """Queue a new request. In a full queue it takes the place of another client's (``take_surplus``).
@@ -124,6 +127,7 @@ class Scheduler:
         if num_above >= 0 and not may_displace(request, self.waiting, num_above):
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
+        self._num_changes += 1
 
     def take_surplus(self) -> list[Request]:
         """Remove and return the waiting requests that must leave for those of other clients.
@@ -151,6 +155,7 @@ class Scheduler:
         Only a request whose prefix is being computed by another, or loaded from disk, lets others pass meanwhile.
         """
         admitted: list[Request] = []
+        self._stuck_since = self._num_changes
         if not self.waiting or not self._cache.num_admissible:
             return admitted
         for request in self._in_order():
@@ -206,6 +211,25 @@ class Scheduler:
                 return next_preempted((*self.extending, *self.verifying))
         return None
 
+    def is_settled(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step is one of these verifying requests: no other runs, or can be admitted now."""
+        if self.extending or len(self.verifying) != len(requests):
+            return False
+        if not self.waiting:
+            return True
+        may_load = self._cache.tiers is not None
+        return self._stuck_since == self._num_changes and not may_load and self.must_yield() is None
+
+    def grow_ahead(self, num_nodes: int) -> bool:
+        """Give every verifying request KV for its next two trees; the first has so many nodes, and may be in flight.
+
+        Returns:
+            False, where one lacks it, or will have a state left inside of the first tree.
+        """
+        if self._cache.may_track(self.verifying, num_nodes):
+            return False
+        return self._cache.grow_ahead(self.verifying, num_nodes + self._limits.num_lookahead_slots, GROWTH)
+
     def must_yield(self) -> Request | None:
         """Return a running request that the caller preempts so that a client gets its share of the batch, or None.
 
@@ -223,8 +247,13 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
+    def drop(self, request: Request) -> None:
+        """Remove a verifying request, whose memory is freed later by ``release``."""
+        self.verifying.remove(request)
+
     def release(self, request: Request) -> None:
         """Remove a request from its queue and free its memory."""
+        self._num_changes += 1
         for queue in (self.waiting, self.extending, self.verifying):
             if request in queue:
                 queue.remove(request)

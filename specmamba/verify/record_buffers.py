@@ -120,14 +120,20 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Return the largest offset: no row ever has more pending records before a tree."""
         return self.capacity - num_nodes
 
+    def most_unfolded(self, num_nodes: int) -> int | None:
+        return self._room(num_nodes) if self.folds_in_verify or self.folds_in_plan else None
+
+    def _room(self, num_nodes: int) -> int:
+        """Pending records of a row that need not fold before such a tree."""
+        # where the verify folds, all of its nodes may be accepted, and the next one must fit behind them
+        room = self.capacity - num_nodes - (self.max_nodes if self.folds_in_verify else 0)
+        return min(room, MOST_EXACT_PENDING) if self._all_layers.is_exact else room
+
     def _place(
         self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int, is_captured: bool
     ) -> HostVerifySlots:
         """Fold the rows whose pending list might overflow: now, in the plan or in the verify."""
-        # where the verify folds, all of its nodes may be accepted, and the next one must fit behind them
-        room = self.capacity - num_nodes - (self.max_nodes if self.folds_in_verify else 0)
-        if self._all_layers.is_exact:
-            room = min(room, MOST_EXACT_PENDING)
+        room = self._room(num_nodes)
         full = tuple(row for row in rows if self._num_pending[row] > room)
         if not (self.folds_in_verify or (is_captured and self.folds_in_plan)):
             self._fold(full)

@@ -92,6 +92,13 @@ class StateBuffers(ABC, Generic[PlanT]):
     folds_in_verify = False  # kernels fold them while they read their states
     folds_in_plan = False  # ``plan_at`` folds those of captured steps
 
+    def most_unfolded(self, num_nodes: int) -> int | None:
+        """Return the pending records of a row that a captured step of such trees does not fold, at the most.
+
+        None: ``place`` has work to do that depends on the step before, so that must have been read.
+        """
+        return None
+
     def __init__(self, pool: StatePool, max_nodes: int) -> None:
         self.max_nodes = max_nodes
         self._pool = pool
@@ -191,6 +198,8 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     def advance(self, accepted: Sequence[int]) -> None:
         """Count, on the host, what the last placed verify added to every row: ``accepted`` drafts and the root.
+
+        Of a row whose number is -1 nothing is kept but what the verify has folded.
 
         Raises:
             ValueError: no verify of so many rows was placed since the last call.

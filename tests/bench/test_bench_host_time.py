@@ -9,6 +9,7 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.bench import host_time
+from specmamba.bench.stubbed_steps import stubbed
 from specmamba.cuda_graphs import NativeReplay
 
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
@@ -24,6 +25,34 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert 0 < row["host_range"][0] <= row["host_ms"] <= row["host_range"][1] < row["step_ms"]
     assert "host ms" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_report_of_stubbed_steps(tmp_path: Path) -> None:
+    """What chained steps cost is measured beside that of those that are read first."""
+    file = tmp_path / "report.json"
+    assert host_time.main([*FLAGS, *SMALL, "--stubbed", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["results"]
+    assert [(row["drafts"], row["steps"]) for row in rows] == [
+        (d, w) for d in host_time.DRAFTS for w in host_time.STUBBED
+    ]
+    assert all(0 < row["host_ms"] == row["step_ms"] for row in rows)
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_stubbed_steps_do_nothing_but_the_first_one() -> None:
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    flags = {"speculative_algorithm": "none", "context_length": 128, "max_running_requests": 1}
+    with LLM(dtype="float32", num_threads=1, **flags) as llm:
+        text = llm.generate("def f(", greedy)[0].token_ids
+        for is_chained in (True, False):
+            before = llm.engine._chain.stats.num_chained
+            with stubbed(llm.engine, is_chained) as replay:
+                assert llm.generate("def f(", greedy)[0].token_ids == text[:1] * 12
+                assert replay.num_stubbed == 11
+            assert llm.engine._chain.stats.num_chained - before == 11 * is_chained
+        llm.flush_cache()
+        assert llm.generate("def f(", greedy)[0].token_ids == text
 
 
 def test_steps_without_replay_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

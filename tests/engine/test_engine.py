@@ -103,6 +103,7 @@ def assert_consistent(engine: Engine) -> None:
     pools, scheduler = engine.pools, engine.scheduler
     running = [*scheduler.extending, *scheduler.verifying]
     assert len(running) + len(scheduler.waiting) == len(engine._requests)
+    running += engine._chain.ended  # told, but part of the step in flight
     assert len({r.row for r in running}) == len({r.slot for r in running}) == len(running)
     assert pools.table.num_free_rows == pools.table.num_rows - len(running)
     cache = engine.cache_manager.cache

@@ -21,7 +21,7 @@ from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
-from specmamba.core import SizingStats
+from specmamba.core import ChainStats, SizingStats
 from specmamba.engine.replica_control import ReplicaStats
 from specmamba.flags.command_line import _OTHER_VARIABLES, all_fields, parse_command_line
 from specmamba.generate_config import GenerateConfig
@@ -231,7 +231,7 @@ def test_operations_has_every_metric() -> None:
     split = SplitStats(1, 1, 1)
     replicas = ReplicaStats({"ready": 2}, 0, 1, 0)
     stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, store=disk)
-    stats = replace(stats, handoffs=handoffs, replicas=replicas)
+    stats = replace(stats, handoffs=handoffs, replicas=replicas, chain=ChainStats(1, 1, 0, 0, 0, 0))
     rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cuda_graphs import EagerReplay, NextPart
+from specmamba.engine.captured.step_inputs import StepInputs
 from specmamba.engine.engine import Engine
 from specmamba.verify.result import StepOutput
 
@@ -21,18 +22,19 @@ from specmamba.verify.result import StepOutput
 class DeferredRead:
     """A read of results that a thread is still to compute."""
 
-    def __init__(self, future: Future[None], tensors: Sequence[Tensor]) -> None:
-        self._future, self._tensors = future, tensors
+    def __init__(self, step: Future[None], copy: Future[list[list[Any]]]) -> None:
+        self._step, self._copy = step, copy
 
     def wait(self) -> list[list[Any]]:
-        self._future.result()
-        return [tensor.tolist() for tensor in self._tensors]
+        self._step.result()
+        return self._copy.result()
 
 
 class DeferredReplay(EagerReplay[StepOutput]):
     """Runs whole steps on a thread, after a delay; parts of steps, and those that the host goes on with, run at once.
 
-    The first step of a kind is run at once too, as a capture is. Later ones write to the memory of its result.
+    The thread does what it is given in order, as a stream does: steps, copies of their results, writes of inputs. The
+    first step of a kind is run at once, as a capture is. Later ones write to the memory of its result.
     """
 
     is_deferred = True
@@ -41,6 +43,7 @@ class DeferredReplay(EagerReplay[StepOutput]):
         """``delay``: seconds between the launch of a step and its first operation, asked on the thread."""
         super().__init__(has_fixed_shapes=True)
         self.num_deferred = 0  # steps so far
+        self.num_chained = 0  # of them, those launched before the one before them was read
         self._delay = delay
         self._results: dict[Hashable, Any] = {}
         self._newest: Future[None] = Future()
@@ -52,25 +55,43 @@ class DeferredReplay(EagerReplay[StepOutput]):
         key: Hashable,
         function: Callable[[], Any],
         clear: Callable[[], object],
-        fill: Callable[[], object],
+        fill: Callable[[], object] | None,
         then: NextPart | None = None,
     ) -> StepOutput:
-        assert self._newest.done(), "inputs are written while a step may still read them"
         assert isinstance(key, tuple)
         whole = None if then is None or key[1][0] == "given" else (key, then.key)  # drafters observe those behind them
+        if fill is not None:
+            assert self._newest.done(), "the host writes while a step may still read"
+            fill()
         if then is None or whole not in self._results:
-            result = super().run(key, function, clear, fill, then)
+            assert fill is not None
+            self._thread.submit(lambda: None).result()
+            result = super().run(key, function, clear, None, then)
             if whole is not None:
                 self._results[whole] = result = _each(result, Tensor.clone)
             return result
-        fill()
+        self.num_chained += fill is None
         result, second = self._results[whole], then.function
         self._newest = self._thread.submit(self._work, lambda: second(function()), result)
         self.num_deferred += 1
         return result
 
     def read(self, tensors: Sequence[Tensor]) -> DeferredRead:
-        return DeferredRead(self._newest, tensors)
+        return DeferredRead(self._newest, self._thread.submit(lambda: [tensor.tolist() for tensor in tensors]))
+
+    def may_follow(self, key: Hashable, then: NextPart) -> bool:
+        return (key, then.key) in self._results
+
+    def queue(self, work: Callable[[], object]) -> None:
+        self._thread.submit(torch.inference_mode()(work))
+
+    def in_order(self, work: Callable[..., None]) -> Callable[..., None]:
+        """A function that is done behind the steps so far, and waited for."""
+
+        def ordered(*args: Any) -> None:
+            self._thread.submit(torch.inference_mode()(work), *args).result()
+
+        return ordered
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -110,9 +131,16 @@ def deferred(engine: Engine, delay: Callable[[], float]) -> Iterator[DeferredRep
     """Let an engine whose steps are captured launch them, and read them later."""
     graphs = engine.runner.graph_runner
     assert graphs is not None
-    before, graphs.replay = graphs.replay, DeferredReplay(delay)
+    before, inputs = graphs.replay, graphs.inputs
+    graphs.replay = replay = DeferredReplay(delay)
+    max_nodes, num_rows = inputs.forced_output_ids.shape[1], graphs.buckets[-1]
+    graphs.inputs = StepInputs(num_rows, max_nodes, torch.device("cpu"), is_mirrored=True, queue=replay.queue)
+    graphs.inputs.trees = inputs.trees  # a sizer has them, too
+    runner = engine.runner
+    runner.complete = replay.in_order(runner.complete)  # type: ignore[method-assign]  # a step may run the drafter, too
     try:
-        yield graphs.replay
+        yield replay
     finally:
-        graphs.replay.close()
-        graphs.replay = before
+        replay.close()
+        del runner.complete
+        graphs.replay, graphs.inputs = before, inputs

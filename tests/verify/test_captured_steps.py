@@ -121,7 +121,7 @@ class Watched(EagerReplay[StepOutput]):
         key: Hashable,
         function: Callable[[], Any],
         clear: Callable[[], object],
-        fill: Callable[[], object],
+        fill: Callable[[], object] | None,
         then: NextPart | None = None,
     ) -> StepOutput:
         parts: list[tuple[Hashable, Callable[..., Any]]] = [(key, function)]
@@ -129,6 +129,7 @@ class Watched(EagerReplay[StepOutput]):
         if any(name not in self.traces for name, _ in parts):  # as before a capture
             clear()
             self._run(parts)
+        assert fill is not None, "steps that are not deferred are not chained"
         fill()
         outcome: StepOutput = self._run(parts, self.traces)
         return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from specmamba.core import OutputDelta
 from specmamba.cuda_graphs.host_reads import PinnedReads
 from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.engine import Engine
-from specmamba.engine.request import Request
 from specmamba.errors import RequestError
 from specmamba.sampling_params import GrammarSpec
 from tests.engine.test_engine import (
@@ -280,7 +279,8 @@ def test_an_error_of_a_launch_is_raised_behind_what_is_known(monkeypatch: pytest
         engine.add_request("b", [5, 6], LONG)
         while engine._in_flight is None:
             engine.step()
-        monkeypatch.setattr(engine.runner, "launch", lambda _: 1 / 0)
+        for name in ("launch", "launch_behind"):
+            monkeypatch.setattr(engine.runner, name, lambda *_: 1 / 0)
         [delta] = engine.step()
         assert delta.request_id == "b"
         for _ in range(2):
@@ -345,20 +345,26 @@ def test_writes_take_turns_in_two_pieces_of_memory() -> None:
 def test_a_launch_on_a_gpu_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the table of KV slots to the read that it begins."""
     with new_llm("tree", device="cuda", speculative_adaptive="off") as llm:
-        expected, launch, num_launches = answer_all(llm, "greedy", 3), llm.engine.runner.launch, 0
+        expected, runner, num_launches = answer_all(llm, "greedy", 3), llm.engine.runner, dict[str, int]()
 
-        def strict(requests: Sequence[Request]) -> StepInFlight:
-            nonlocal num_launches
-            num_launches += 1
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return launch(requests)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        def strict(name: str) -> Callable[..., StepInFlight | None]:
+            launch = getattr(runner, name)
 
-        monkeypatch.setattr(llm.engine.runner, "launch", strict)
+            def launched(*args: Any) -> StepInFlight | None:
+                num_launches[name] = num_launches.get(name, 0) + 1
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    found: StepInFlight | None = launch(*args)
+                    return found
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            return launched
+
+        for name in ("launch", "launch_behind"):
+            monkeypatch.setattr(runner, name, strict(name))
         assert answer_all(llm, "greedy", 3) == expected
-        assert num_launches > 2
+        assert num_launches["launch"] > 0 < num_launches["launch_behind"]
 
 
 @pytest.mark.gpu

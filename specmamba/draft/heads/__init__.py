@@ -145,6 +145,15 @@ class MTPDrafter(Drafter):
         trees = self._plan.trees
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
+    def may_follow(self, batch_size: int) -> bool:
+        return self._num_modules == 1 and self.num_nodes(batch_size) > 1
+
+    def keep(self, batch: Batch) -> None:
+        self.pending.keep(batch, self.max_nodes)
+
+    def kept_features(self, row: int, position: int) -> Tensor:
+        return self.pending.kept_before(row, position)
+
     def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         """Defer the pending tokens if the step drafts nothing and there is room for those that it decides."""
         guesses = drafts and self.num_nodes(batch_size) > 1

@@ -40,6 +40,8 @@ class PendingTokenTable:
         self.num_tokens = [1] * num_rows  # pending tokens of each row; the root is always the last of them
         self.num_with_states = [1] * num_rows
         self.root = [0] * num_rows  # positions of the roots
+        self._kept: Tensor | None = None  # [rows, N, width], the target's states before the newest step
+        self._kept_from = [0] * num_rows  # position of the token behind the first of them
 
     def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of pending tokens of these rows."""
@@ -81,9 +83,22 @@ class PendingTokenTable:
         self.tokens[rows.index[:, None], index] = tokens
         self.before[0][rows.index[:, None], index] = states
 
+    def keep(self, batch: Batch, num_columns: int) -> None:
+        """Keep the target's states before pending tokens, so many of each row, while a step adds others."""
+        before = self.before[0]
+        if self._kept is None:
+            self._kept = torch.zeros_like(before[:, :num_columns])
+        self._kept[batch.row_index] = before[batch.row_index, :num_columns]
+
+    def kept_before(self, row: int, position: int) -> Tensor:
+        """Return the state [H] before the token at a position that was pending before the newest step of a row."""
+        assert self._kept is not None
+        return self._kept[row, position - self._kept_from[row]]
+
     def advance(self, rows: Sequence[int], counts: Sequence[int], stay: Sequence[bool]) -> None:
         """Count the tokens that ``add`` stored; earlier ones of a row stay pending only if the step deferred them."""
         for row, count, stays in zip(rows, counts, stay, strict=True):
+            self._kept_from[row] = self.root[row] - self.num_tokens[row] + 1
             if not stays:
                 self.num_tokens[row], self.num_with_states[row] = 0, 1
             self.num_tokens[row] += count

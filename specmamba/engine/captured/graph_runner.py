@@ -88,6 +88,8 @@ class StepGraphRunner:
         self._draft_inputs = StepInputs(buckets[-1], plan.max_nodes, device)  # of drafts for some of the requests
         self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
+        self._num_requests = 0  # of the newest step
+        self.leads = False  # ``follow`` may go on behind the newest step
 
     @property
     def calls_host(self) -> bool:
@@ -107,6 +109,29 @@ class StepGraphRunner:
     def run(self, call: StepCall) -> StepOutput:
         """Replay a step with a capturable drafter, which drafts and observes in it."""
         return self._replay(call, self._kind(call), call.drafter, call.drafter)
+
+    def follow(self, call: StepCall, places: Sequence[int]) -> StepOutput | None:
+        """Replay a step behind one that ``run`` or ``follow`` has launched, and that need not have been read.
+
+        The host writes nothing but which requests go on: what they go on with is on the device.
+
+        Args:
+            call: the step; its pending tokens say nothing but that the drafter has some.
+            places: of its requests in the step before, ascending.
+
+        Returns:
+            None, where nothing was launched: this kind of step was not captured yet.
+        """
+        kind, drafter, is_whole = self._kind(call), call.drafter, len(places) == self._num_requests
+        key, score, then = self._parts(call, kind, drafter, drafter, drafter)
+        if not self.replay.may_follow(key, then):
+            return None
+        self._pools.table.upload()
+        if not is_whole:
+            self.inputs.keep(places)
+        self._num_requests = len(places)
+        output: StepOutput = self.replay.run(key, score, self.inputs.clear, None, then)
+        return output.first(len(places))
 
     def run_given(self, call: StepCall, tree: DraftTree) -> StepOutput:
         """Replay a step on trees that were drafted before it, and that may have masks; they are observed after it."""
@@ -250,6 +275,8 @@ class StepGraphRunner:
             observer: observes in a step on given trees; None: nothing does.
         """
         requests = call.requests
+        self._num_requests = len(requests)
+        self.leads = drafts is call.drafter and self._most_unfolded(kind, call.drafter) is not None
         self._pools.table.upload()
         rows = [request.held_row for request in requests]
         slots = self._pools.state_buffers.place(rows, kind.num_nodes, is_captured=True)
@@ -271,6 +298,14 @@ class StepGraphRunner:
         fill: Callable[[], None],
     ) -> StepOutput:
         """Run draft and forward, which all decisions share, then the decision of this kind; arguments as above."""
+        key, score, then = self._parts(call, kind, name, drafts, observer)
+        output: StepOutput = self.replay.run(key, score, self.inputs.clear, fill, then)
+        return output
+
+    def _parts(
+        self, call: StepCall, kind: StepKind, name: Hashable, drafts: Drafts | None, observer: Drafts | None
+    ) -> tuple[Hashable, Callable[[], Scored], NextPart]:
+        """The two parts of a step, and the key of the first; arguments as above."""
         verifier, before = call.verifier, before_decision(kind, is_drafted=drafts is not None)
 
         def score() -> Scored:
@@ -284,16 +319,28 @@ class StepGraphRunner:
         def decide(scored: Scored) -> StepOutput:
             batch, tree = self.inputs.batch(kind), self.inputs.trees.complete(kind, scored.tree)
             output = verifier.decide(batch, replace(scored, tree=tree))
+            if most_unfolded is not None:
+                call.drafter.keep(batch)
             if observer is not None:
                 observer.observe(batch, output.verdict, output.features)
+            if most_unfolded is not None:
+                output = replace(output, tokens=output.tokens.clone())  # the roots may be a view of the rows
+                self.inputs.advance(kind, output.verdict, most_unfolded)
             return output
 
         first: tuple[str, Hashable] = "drafted", name
         if drafts is None:  # the target's features are those that a head reads
             first = "given", call.drafter if call.drafter.is_capturable else None
-        then = NextPart((kind, verifier.policy, name), decide)
-        output: StepOutput = self.replay.run((before, first), score, self.inputs.clear, fill, then)
-        return output
+        most_unfolded = self._most_unfolded(kind, call.drafter) if drafts is call.drafter else None
+        return (before, first), score, NextPart((kind, verifier.policy, name), decide)
+
+    def _most_unfolded(self, kind: StepKind, drafter: Drafter) -> int | None:
+        """Pending records of a row that the step after one of this kind does not fold; None: none may be behind it."""
+        if not self.replay.is_deferred or kind.is_deferred or kind.keeps_tokens or kind.is_forced:
+            return None
+        if not drafter.may_follow(kind.batch_size):
+            return None
+        return self._pools.state_buffers.most_unfolded(kind.num_nodes)
 
     def _kind_of_given(self, call: StepCall, tree: DraftTree) -> StepKind:
         """The kind of a step on trees that were drafted before it."""

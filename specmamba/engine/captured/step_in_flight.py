@@ -21,6 +21,9 @@ class StepInFlight(NamedTuple):
     learns: bool  # acceptance of these drafts says something about others
     is_usual: bool  # it was replayed as a whole: its time says something about others
     began: float  # time of its launch
+    num_nodes: int = 1  # of a tree
+    leads: bool = False  # the next step of these requests may be launched before this one was read
+    bucket: int = 0  # rows with padding, of a step that was launched before the one before it was read
 
     def has(self, request_id: str) -> bool:
         """Whether a request takes part."""

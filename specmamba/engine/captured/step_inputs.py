@@ -8,21 +8,26 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import pending_token_capacity
-from specmamba.core import Batch, DraftTree, PendingTokens
-from specmamba.cuda_graphs import Columns
+from specmamba.core import Batch, DraftTree, PendingTokens, Verdict
+from specmamba.cuda_graphs import Columns, Queue, at_once
 from specmamba.draft.drafter import HostPendingTokens
 from specmamba.engine.captured.step_kind import LOGPROBS, Deciding, Sampling, StepKind
 from specmamba.engine.captured.tree_inputs import PackedInputs, TreeInputs
-from specmamba.engine.request import Request, forced_ahead
+from specmamba.engine.request import KNOWN_STOPS, Request, forced_ahead
 from specmamba.kernels import gpu
 from specmamba.kernels.state_records import RowSet
 from specmamba.sampling_params import Biases, Penalties, SamplingBatch, SamplingParams
 from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 
 # values of padding rows: row 0 of every table and slot 0 of every pool belong to no request
-ROOTS = {"row": 0, "root_token": 0, "root_position": 0, "num_pending_tokens": 1, "num_kept_tokens": 0}
-SLOTS = {"slot": 0, "num_pending": 0, "folds": 0}
-SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0}
+ROWS = {
+    "num_kept_tokens": 0,
+    # what a step leaves to the next one, in the order of ``StepInputs.advance``
+    "row": 0, "slot": 0, "root_token": 0, "root_position": 0, "num_pending_tokens": 1, "num_pending": 0, "folds": 0,
+    "num_left": 0,
+}  # fmt: skip
+STOPS = tuple(f"stop_{i}" for i in range(KNOWN_STOPS))
+SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0} | dict.fromkeys(STOPS, -1)
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
 LEAST_BIASES = 64  # of a captured step; larger numbers are powers of two
 
@@ -60,7 +65,15 @@ class BiasInputs:
 class StepInputs:
     """The inputs of all kinds of steps. A step of bucket size b reads their first b rows."""
 
-    def __init__(self, num_rows: int, max_nodes: int, device: torch.device, num_trees: int | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_nodes: int,
+        device: torch.device,
+        num_trees: int | None = None,
+        is_mirrored: bool | None = None,
+        queue: Queue = at_once,
+    ) -> None:
         """Allocate the buffers of the largest bucket.
 
         Args:
@@ -68,14 +81,20 @@ class StepInputs:
             max_nodes: of a tree.
             device: where steps run.
             num_trees: rows of the largest batch, which may be too large for a bucket; None: ``num_rows``.
+            is_mirrored: the device has its own copy of numbers by row; None: it has one unless it is a CPU.
+            queue: gives copies to the device.
         """
-        self.rows = Columns(ROOTS | SLOTS, num_rows, torch.int64, device)
-        self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
-        self.floats = Columns(FLOATS, num_rows, torch.float32, device)
+        if is_mirrored is None:
+            is_mirrored = device.type != "cpu"
+        self.rows = Columns(ROWS, num_rows, torch.int64, device, is_mirrored, queue)
+        self.settings = Columns(SETTINGS, num_rows, torch.int64, device, is_mirrored, queue)
+        self.floats = Columns(FLOATS, num_rows, torch.float32, device, is_mirrored, queue)
+        self._moves = Columns({"place": -1}, num_rows, torch.int64, device, is_mirrored, queue)
+        self._queue = queue
         self.biases = BiasInputs(device)
         self._logits: Tensor | None = None  # of the largest step; None: no step has run
         self.trees = TreeInputs(max(num_rows, num_trees or 0), max_nodes, device)
-        self._pending = None if device.type != "cpu" else PackedInputs(num_rows, pending_token_capacity(max_nodes))
+        self._pending = None if is_mirrored else PackedInputs(num_rows, pending_token_capacity(max_nodes))
         self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._members: tuple[int, ...] = ()  # requests whose settings were written last
         self._written: tuple[object, object, object] = None, None, None  # what ``write`` has written last
@@ -102,6 +121,8 @@ class StepInputs:
             self.floats.write(own | penalties)
             rules = [request.rule for request in requests]
             settings = {"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]}
+            stops = [request.text.known_stops for request in requests]
+            settings |= {name: [of_request[i] for of_request in stops] for i, name in enumerate(STOPS)}
             self.settings.write(settings | {"rejects": [rule == "rejection" for rule in rules]})
             listed = [p.logprobs for p in params if p.logprobs is not None]
             num_logprobs = next(n for n in LOGPROBS if n >= max(listed)) if listed else None
@@ -149,6 +170,7 @@ class StepInputs:
             "row": [request.held_row for request in requests],
             "root_token": [request.root_token for request in requests],
             "root_position": [request.root_position for request in requests],
+            "num_left": [request.text.num_left for request in requests],
         }
         if pending_tokens is not None:
             columns["num_pending_tokens"] = pending_tokens.counts
@@ -160,6 +182,46 @@ class StepInputs:
             forced = forced_ahead(requests, self.forced_output_ids.shape[1])
             self.forced_output_ids[: len(requests)] = forced.to(self.forced_output_ids.device)
         return columns
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Let the next step have only some rows of the one before, which need not have been read.
+
+        Args:
+            places: of the rows in that step, ascending; all others become padding.
+        """
+        self._moves.write({"place": places})
+        moves = self._moves.read("place", len(self.forced_output_ids))
+        self._queue(lambda: self.rows.keep(moves))
+
+    def advance(self, kind: StepKind, verdict: Verdict, most_pending: int) -> None:
+        """Make the rows those of the next step of the same requests; runs on the device alone.
+
+        Rows whose requests end here, as ``TextStream.ends_on_device`` says, become padding.
+
+        Args:
+            kind: of step; all its pending tokens were run.
+            verdict: of it. Where nothing could be decided, the next root is any token.
+            most_pending: records of a row that does not fold.
+        """
+        size, column = kind.batch_size, self.rows.read
+        count = verdict.num_accepted + 1
+        num_pending = column("num_pending", size).masked_fill(column("folds", size) > 0, 0) + count
+        num_left = column("num_left", size) - count
+        stops = torch.stack([self.settings.read(name, size) for name in STOPS], 1)
+        tokens = verdict.path_tokens
+        is_decided = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        has_stop = ((tokens[..., None] == stops[:, None]).any(2) & is_decided).any(1)
+        advanced = {
+            "row": column("row", size),
+            "slot": column("slot", size),
+            "root_token": verdict.bonus.masked_fill(~verdict.is_finite, 0),
+            "root_position": column("root_position", size) + count,
+            "num_pending_tokens": count,
+            "num_pending": num_pending,
+            "folds": num_pending > most_pending,
+            "num_left": num_left,
+        }
+        self.rows.put(advanced, (column("row", size) > 0) & (num_left > 0) & ~has_stop)
 
     def keep_logits(self, logits: Tensor) -> Tensor:
         """Copy the logits [B, N, V] of a forward to where its decision reads them, in the same memory for all kinds."""

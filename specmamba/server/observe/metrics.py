@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from specmamba.cache.prefix.inspection import without_salts
-from specmamba.core import FinishReason, OutputDelta, SizingStats, SpecStats
+from specmamba.core import ChainStats, FinishReason, OutputDelta, SizingStats, SpecStats
 from specmamba.server.observe.call_record import AbortReason, CallRecord
 from specmamba.server.observe.logs import num_dropped_lines
 from specmamba.server_config import ServerConfig
@@ -85,6 +85,8 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
     yield from spec_counters(stats.spec)
     if stats.sizing is not None:
         yield from _sizing_metrics(stats.sizing)
+    if stats.chain is not None:
+        yield from _chain_counters(stats.chain)
     yield from _cache_counters(stats.prefix_cache, with_salts)
     if stats.host is not None:
         yield from _tier_metrics("prefix_host", "host memory", stats.host)
@@ -162,6 +164,19 @@ def _tier_metrics(prefix: str, where: str, tier: TierStats) -> Iterator[Metric]:
     yield _labelled(f"{prefix}_lost_writes", lost, "reason", tier.lost_writes.items())
 
 
+def _chain_counters(chain: ChainStats) -> Iterator[Metric]:
+    """How often the device had the next step before one was read."""
+    texts = {
+        "num_steps": "Decoding steps",
+        "num_chained": "Decoding steps that were read after the next one was launched",
+        "num_discarded": "Rows of decoding steps that were computed in vain",
+        "num_for_host": "Decoding steps that were read first because the host had a part in the next one",
+        "num_for_requests": "Decoding steps that were read first because requests came, or all ended",
+        "num_for_memory": "Decoding steps that were read first for memory, or to leave a state",
+    }
+    yield from _counters("step_chain", chain, texts)
+
+
 def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
     """The counters of the sizing of drafts, and what it thinks now."""
     counters = {
@@ -186,7 +201,7 @@ def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
 
 
 def _counters(
-    prefix: str, stats: CacheStats | TierStats | SizingStats | SpecStats, texts: Mapping[str, str]
+    prefix: str, stats: CacheStats | TierStats | SizingStats | SpecStats | ChainStats, texts: Mapping[str, str]
 ) -> Iterator[Metric]:
     """One counter for each of these attributes of ``stats``, given with their help texts."""
     for name, text in texts.items():
