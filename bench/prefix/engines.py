@@ -30,7 +30,7 @@ ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only 
 FOLDER_PREFIX = "specmamba-bench-"  # of folders for prefixes on disk
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
 DEFAULT_PARTS = (*SHARING, "ttft", "disk", "writing", "costs")
-PARTS = (*DEFAULT_PARTS, "swing")
+PARTS = (*DEFAULT_PARTS, "swing", "elastic")
 
 
 def _names(value: object) -> object:
@@ -76,7 +76,9 @@ class PrefixBenchConfig(ReportOptions):
     ] = 0.1
     ttft_tokens: Annotated[int, Field(ge=2, description="ttft, disk: tokens of a prompt")] = 2000
     ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
-    rounds: Annotated[int, Field(ge=1, description="ttft, disk, writing, costs: rounds; medians over them")] = 5
+    rounds: Annotated[
+        int, Field(ge=1, description="ttft, disk, writing, costs, elastic: rounds; medians over them")
+    ] = 5
     writing_prompt_tokens: Annotated[int, Field(ge=1, description="writing: tokens of each prompt that is written")] = (
         256
     )
@@ -85,11 +87,17 @@ class PrefixBenchConfig(ReportOptions):
     cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
 
     swing_tokens: Annotated[
-        int, Field(ge=256, description="swing: memory of both pools, as tokens whose KV it would hold")
+        int, Field(ge=256, description="swing, elastic: memory of both pools, as tokens whose KV it would hold")
     ] = 9000
     swing_chats: Annotated[int, Field(ge=1, description="swing: short conversations, of --num-turns turns")] = 24
     swing_documents: Annotated[int, Field(ge=1, description="swing: documents, with --num-questions questions")] = 4
     swing_document_tokens: Annotated[int, Field(ge=1, description="swing: tokens of a document")] = 1200
+    swing_ratios: Annotated[
+        Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)],
+        BeforeValidator(_names),
+        Field(description="swing: --mamba-full-memory-ratio of fixed pools"),
+    ] = (0.1, 0.3, 0.9, 2.7)
+    swing_rounds: Annotated[int, Field(ge=1, description="swing: rounds of both halves")] = 1
 
     @field_validator("workloads")
     @classmethod
@@ -207,6 +215,22 @@ def sharing_memory(config: PrefixBenchConfig, num_tokens: int) -> Iterator[None]
         workbench = known.workbench
     with workbench.budget(rest + num_tokens * shape.kv_bytes_per_token):
         yield
+
+
+def start_elastic_engine(config: PrefixBenchConfig, part: str) -> LLM:
+    """Start an engine whose pools share the memory of ``sharing_memory``, for a part of the benchmark.
+
+    Raises:
+        ConfigError: pools are not elastic here, or not in so little memory.
+    """
+    llm = start_engine(config, elastic_pools="on")
+    if llm.engine.stats().split is None:
+        llm.close()
+        raise ConfigError(
+            f"--swing-tokens {config.swing_tokens}: pools are not elastic here, or not in so little: raise it, or "
+            f"leave {part} out of --workloads"
+        )
+    return llm
 
 
 def start_cold_engine(config: PrefixBenchConfig) -> LLM:
