@@ -117,16 +117,19 @@ def _counts(pools: Pools) -> Iterator[int]:
 
 
 def _there_and_back(pools: Pools, count: int, is_held: bool) -> tuple[_Move | None, _Move | None]:
-    """Move so many slots from KV to states, then back; None for a move that these pools have no memory for."""
+    """Move so many slots from KV to states, then back; None where these pools have no memory for it."""
     split = pools.split
     assert split is not None
     split.restore()
     split.gain_pages(split.spare_bytes // split.bounds.page_bytes, pools.states.num_free)  # so that no memory is spare
     there = _timed(pools, lambda: split.gain_slots(count, 0), _HeldPages(pools) if is_held else None)
+    if there is None or there.moved_bytes < count * split.bounds.slot_bytes:
+        split.restore()
+        return None, None
     num_pages = count * split.bounds.slot_bytes // split.bounds.page_bytes
     back = _timed(pools, lambda: split.gain_pages(num_pages, 0), _HeldSlots(pools, count) if is_held else None)
     split.restore()
-    return there, back
+    return there, None if back is None or back.moved_bytes < num_pages * split.bounds.page_bytes else back
 
 
 def _timed(pools: Pools, move: Callable[[], bool], holder: _HeldPages | _HeldSlots | None) -> _Move | None:
