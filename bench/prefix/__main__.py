@@ -7,9 +7,9 @@ Every wave of requests runs on an engine with the cache and on one without, in t
 outputs are compared. In float32 (the default here) a text that differs is an error: the exit status is 1. The pools
 hold everything of a workload that can be cached, except for ``pressure``, which gets a share of that and runs with both
 eviction policies; the engine without the cache has enough memory there too. workloads.py describes the workloads,
-texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``disk`` in disk.py, ``writing`` in
-writing.py, ``costs`` in costs.py and decoding.py; where they are named, ``swing`` in splits.py and ``elastic`` in
-elastic_costs.py.
+texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``costs`` in costs.py and decoding.py; ``disk`` is
+in disk.py and ``writing`` in writing.py: with ``--hicache-storage-backend mooncake`` they measure a store in place of
+the disk. Only where they are named: ``swing``, in splits.py, and ``elastic``, in elastic_costs.py.
 """
 
 from __future__ import annotations
@@ -149,22 +149,26 @@ def _about_ttft(ttft: Figures | None) -> list[str]:
 def _about_disk(disk: Figures | None) -> list[str]:
     if disk is None:
         return []
+    place = disk["place"]
     names = {
         "writing": "computed, and written meanwhile",
         "memory": "from the pools",
         "host": "from host memory",
         "disk": "from disk, the files in the page cache",
         "disk_dropped": "from disk, the files out of the page cache",
+        "store": "from the store",
+        "restart": f"from the {place}, after a restart",
     }
     lines = [
         f"first token of a prompt of {disk['prompt_tokens']} tokens, {name}: {disk[f'{kind}_ratio']:.3f} of cold "
         f"({disk[f'{kind}_ratio_range'][0]:.3f}-{disk[f'{kind}_ratio_range'][1]:.3f})"
         for kind, name in names.items()
+        if f"{kind}_ratio" in disk
     ]
     costs = (
         f"host memory: copying a prompt there takes {disk['evict_ratio']:.3f} of computing it; "
-        f"disk: {disk['written_bytes_per_token']} bytes a token, loading takes {disk['load_share']:.0%} of the time "
-        f"to a first token from disk; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
+        f"{place}: {disk['written_bytes_per_token']} bytes a token, loading takes {disk['load_share']:.0%} of the time "
+        f"to a first token from the {place}; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
     )
     return [*lines, costs]
 
@@ -175,8 +179,8 @@ def _about_writing(writing: Figures | None) -> list[str]:
     ratios = [f"{name} {range_text(writing[f'{name}_ratio'], '{:.3f}'.format)}" for name in ("p50", "p99")]
     line = (
         f"time between tokens of {writing['streams']} streams while prefixes of {writing['prompt_tokens']} tokens go "
-        f"to disk, over that without a disk: {', '.join(ratios)}; {writing['written_bytes']} bytes written, "
-        f"{writing['lost_writes']} writes lost"
+        f"to the {writing['place']}, over that without it: {', '.join(ratios)}; {writing['written_bytes']} bytes "
+        f"written, {writing['lost_writes']} writes lost"
     )
     return [line]
 
