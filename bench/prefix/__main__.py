@@ -1,15 +1,15 @@
 """What the prefix cache spares: hit rates against an oracle, time to first token with and without it, and its costs.
 
-    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,writing,costs,swing] [--json FILE]
-                           [--plot FILE.png] [any engine flag]
+    specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,disk,writing,costs,swing,elastic]
+                           [--json FILE] [--plot FILE.png] [any engine flag]
 
 Every wave of requests runs on an engine with the cache and on one without, in turns, with greedy decoding, and the
 outputs are compared. In float32 (the default here) a text that differs is an error: the exit status is 1. The pools
 hold everything of a workload that can be cached, except for ``pressure``, which gets a share of that and runs with both
 eviction policies; the engine without the cache has enough memory there too. workloads.py describes the workloads,
-texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``disk`` in disk.py, ``writing`` in
-writing.py, ``costs`` in costs.py and decoding.py, ``swing`` (only
-where it is named) in splits.py.
+texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``costs`` in costs.py and decoding.py; ``disk`` is
+in disk.py and ``writing`` in writing.py: with ``--hicache-storage-backend mooncake`` they measure a store in place of
+the disk. Only where they are named: ``swing``, in splits.py, and ``elastic``, in elastic_costs.py.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     """Measure everything that was asked for; the report as a JSON object. Raises SpecmambaError."""
     from specmamba.bench.prefix.costs import measure_costs
     from specmamba.bench.prefix.disk import measure_disk
+    from specmamba.bench.prefix.elastic_costs import measure_elastic
     from specmamba.bench.prefix.engines import start_cold_engine
     from specmamba.bench.prefix.figures import full_report
     from specmamba.bench.prefix.run import measure_ttft, run_workloads
@@ -61,7 +62,8 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     writing = measure_writing(config, source, context_length) if "writing" in config.workloads else None
     costs = measure_costs(config, source) if "costs" in config.workloads else None
     swing = measure_swing(config, source) if "swing" in config.workloads else None
-    return full_report(config, description, num_threads, source, plays, ttft, disk, writing, costs, swing)
+    elastic = measure_elastic(config, source) if "elastic" in config.workloads else None
+    return full_report(config, description, num_threads, source, plays, ttft, disk, writing, costs, swing, elastic)
 
 
 def print_report(report: Figures) -> None:
@@ -84,6 +86,7 @@ def print_report(report: Figures) -> None:
         *_about_writing(report["writing"]),
         *_about_costs(report["costs"]),
         *_about_swing(report["swing"]),
+        *_about_elastic(report["elastic"]),
         *_remarks(report),
     )
 
@@ -146,22 +149,26 @@ def _about_ttft(ttft: Figures | None) -> list[str]:
 def _about_disk(disk: Figures | None) -> list[str]:
     if disk is None:
         return []
+    place = disk["place"]
     names = {
         "writing": "computed, and written meanwhile",
         "memory": "from the pools",
         "host": "from host memory",
         "disk": "from disk, the files in the page cache",
         "disk_dropped": "from disk, the files out of the page cache",
+        "store": "from the store",
+        "restart": f"from the {place}, after a restart",
     }
     lines = [
         f"first token of a prompt of {disk['prompt_tokens']} tokens, {name}: {disk[f'{kind}_ratio']:.3f} of cold "
         f"({disk[f'{kind}_ratio_range'][0]:.3f}-{disk[f'{kind}_ratio_range'][1]:.3f})"
         for kind, name in names.items()
+        if f"{kind}_ratio" in disk
     ]
     costs = (
         f"host memory: copying a prompt there takes {disk['evict_ratio']:.3f} of computing it; "
-        f"disk: {disk['written_bytes_per_token']} bytes a token, loading takes {disk['load_share']:.0%} of the time "
-        f"to a first token from disk; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
+        f"{place}: {disk['written_bytes_per_token']} bytes a token, loading takes {disk['load_share']:.0%} of the time "
+        f"to a first token from the {place}; {disk['cached_tokens']} tokens cached, {disk['lost_writes']} writes lost"
     )
     return [*lines, costs]
 
@@ -172,8 +179,8 @@ def _about_writing(writing: Figures | None) -> list[str]:
     ratios = [f"{name} {range_text(writing[f'{name}_ratio'], '{:.3f}'.format)}" for name in ("p50", "p99")]
     line = (
         f"time between tokens of {writing['streams']} streams while prefixes of {writing['prompt_tokens']} tokens go "
-        f"to disk, over that without a disk: {', '.join(ratios)}; {writing['written_bytes']} bytes written, "
-        f"{writing['lost_writes']} writes lost"
+        f"to the {writing['place']}, over that without it: {', '.join(ratios)}; {writing['written_bytes']} bytes "
+        f"written, {writing['lost_writes']} writes lost"
     )
     return [line]
 
@@ -220,12 +227,32 @@ def _about_swing(swing: Figures | None) -> list[str]:
             each = figures[half]
             lines.append(
                 f"swing, {half} requests, {'ratio ' * (name != 'elastic')}{name}: {each['hit_tokens']} of "
-                f"{each['prompt_tokens']} tokens cached, {each['preemptions']} preemptions; at the end KV of "
+                f"{each['prompt_tokens']} tokens cached, {each['preemptions']} preemptions, "
+                f"{range_text(each['tokens_per_second'], '{:.0f}'.format)} tokens/s; at the end KV of "
                 f"{each['kv_pool_tokens']} tokens, {each['state_slots']} states"
             )
+        over = range_text(swing[half]["speed_over_best"], "{:.3f}".format)
+        lines.append(f"swing, {half} requests: elastic pools have {over} of the speed of the best fixed split")
     moved = swing["splits"]["elastic"]
     line = f"{moved['moves']} times, copying {moved['moved_tokens']} tokens and {moved['moved_states']} states"
     return [*lines, f"swing: the line between elastic pools moved {line}"]
+
+
+def _about_elastic(elastic: Figures | None) -> list[str]:
+    if elastic is None:
+        return []
+    lines = [
+        f"{move['moved_bytes'] / 2**20:.2f} MiB of {'pages' if move['to'] == 'states' else 'slots'} become "
+        f"{move['to']}, {move['copied_bytes'] / 2**20:.2f} MiB copied: {range_text(move['ms'], '{:.3f}'.format)} ms"
+        for move in elastic["moves"]
+    ]
+    for step in elastic["steps"]:
+        ratio = range_text(step["ratio"], "{:.3f}".format)
+        lines.append(
+            f"a step of {step['requests']} requests{', captured' * step['captured']}, elastic pools over fixed ones: "
+            f"{ratio} ({step['elastic_ms']['median']:.3f} and {step['fixed_ms']['median']:.3f} ms)"
+        )
+    return lines
 
 
 def _remarks(report: Figures) -> list[str]:

@@ -3,7 +3,12 @@
 A round takes a new text. The engine with the disk computes it, and writes meanwhile; then it is asked for it four
 times: from the pools, from host memory (all states evicted), from disk (all in memory flushed), and from disk with the
 files out of the system's page cache (by ``posix_fadvise``, a request that the system usually follows). The engine
-without a cache answers the same prompt before and after, and each figure is a ratio to the mean of these two.
+without a cache answers the same prompt before and after, and each figure is a ratio to the mean of these two. After the
+rounds the engine ends, and a new one in the same place is asked for the prompts of all rounds (``restart``; on disk,
+with the files out of the page cache).
+
+With ``--hicache-storage-backend mooncake`` all of this is done with the store of the flags in place of the disk; there
+is one figure then, ``store``, where the disk has two.
 """
 
 from __future__ import annotations
@@ -11,18 +16,16 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.prefix.engines import (
-    FOLDER_PREFIX,
     Demand,
     PrefixBenchConfig,
-    parent_of_folders,
+    is_store,
+    own_place,
     pool_flags,
     require_room_for_prompt,
     start_engine,
@@ -30,11 +33,12 @@ from specmamba.bench.prefix.engines import (
 from specmamba.bench.prefix.run import Answer, run_wave, warm_up
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.bench.prefix.workloads import Ask
+from specmamba.measure.report import progress_bar
 
 if TYPE_CHECKING:
     from specmamba import LLM
+    from specmamba.cache.tiers.tier_stats import TierStats
 
-KINDS = ("writing", "memory", "host", "disk", "disk_dropped")
 HOST_RATIO = 2.0  # of host memory to the pools, unless the flags say something else
 
 
@@ -46,17 +50,25 @@ def measure_disk(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> di
     """
     length = require_room_for_prompt(config, cold)
     demand = Demand(1, 1, length + 1, length, 2 * length, 8 + -(-length // config.chunked_prefill_size))
-    with folder_for(config) as folder:
-        flags: dict[str, Any] = {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
+    with own_place(config) as (folder, place):
+        flags: dict[str, Any] = place | {"hicache_write_policy": "write_through"}
         flags |= pool_flags(config, [demand]) | host_flags(config)
-        with start_engine(config, **flags) as warm:
-            for llm in (cold, warm):
-                warm_up(llm, source, config)
-            rounds = [_round(config, cold, warm, folder, source, number) for number in range(config.rounds)]
-            stats = warm.engine.stats().disk
-    assert stats is not None
-    figures: dict[str, Any] = {"prompt_tokens": length, "rounds": config.rounds}
-    for kind in KINDS:
+        with progress_bar("disk", 2 * config.rounds) as advance:
+            with start_engine(config, **flags) as warm:
+                for llm in (cold, warm):
+                    warm_up(llm, source, config)
+                rounds = []
+                for number in range(config.rounds):
+                    rounds.append(_round(config, cold, warm, folder, source, number))
+                    advance()
+                stats = stats_of_place(warm)
+            with start_engine(config, **flags) as again:
+                warm_up(again, source, config)
+                for number, one in enumerate(rounds):
+                    _add_restart(config, cold, again, folder, _ask(config, source, number), one)
+                    advance()
+    figures: dict[str, Any] = {"place": place_name(config), "prompt_tokens": length, "rounds": config.rounds}
+    for kind in rounds[0]["ratios"]:
         ratios = [one["ratios"][kind] for one in rounds]
         figures[f"{kind}_ratio"] = round(statistics.median(ratios), 4)
         figures[f"{kind}_ratio_range"] = [round(min(ratios), 4), round(max(ratios), 4)]
@@ -76,18 +88,27 @@ def host_flags(config: PrefixBenchConfig) -> dict[str, float]:
     return {} if config.hicache_size or config.hicache_ratio else {"hicache_ratio": HOST_RATIO}
 
 
-@contextmanager
-def folder_for(config: PrefixBenchConfig) -> Iterator[Path]:
-    """A folder of its own on the disk that is measured: in the one of the flags, or where temporary files are."""
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=parent_of_folders(config)) as name:
-        yield Path(name)
+def place_name(config: PrefixBenchConfig) -> str:
+    """What is below host memory: "disk" or "store"."""
+    return "store" if is_store(config) else "disk"
+
+
+def stats_of_place(llm: LLM) -> TierStats:
+    """The figures of the disk, or of the store, whichever an engine has."""
+    stats = llm.engine.stats()
+    found = stats.disk or stats.store
+    assert found is not None
+    return found
+
+
+def _ask(config: PrefixBenchConfig, source: TextSource, number: int) -> Ask:
+    return Ask("user", source.cut(config.ttft_tokens, random.Random(f"{config.seed}/disk/{number}")))
 
 
 def _round(
     config: PrefixBenchConfig, cold: LLM, warm: LLM, folder: Path, source: TextSource, number: int
 ) -> dict[str, Any]:
-    draw = random.Random(f"{config.seed}/disk/{number}")
-    ask = Ask("user", source.cut(config.ttft_tokens, draw))
+    ask = _ask(config, source, number)
     before = _answer(cold, ask)
     answers = {"writing": _answer(warm, ask)}
     drain(warm)
@@ -97,20 +118,35 @@ def _round(
     cache.evict_states(warm.engine.pools.states.num_slots)
     evict_s = time.perf_counter() - began
     answers["host"] = _answer(warm, ask)
-    for kind in ("disk", "disk_dropped"):
+    below = ("store",) if is_store(config) else ("disk", "disk_dropped")
+    for kind in below:
         drain(warm)
         warm.engine.flush_cache()
         if kind == "disk_dropped":
             _drop_page_cache(folder)
         answers[kind] = _answer(warm, ask)
+    drain(warm)  # what the last answer has left is not written while others are measured
     seconds = (before.ttft_s + _answer(cold, ask).ttft_s) / 2
     return {
         "ratios": {kind: answer.ttft_s / seconds for kind, answer in answers.items()},
         "evict_ratio": evict_s / seconds,
-        "disk_s": answers["disk"].ttft_s + answers["disk_dropped"].ttft_s,
-        "cached": min(answers[kind].num_cached_tokens for kind in KINDS[2:]),
+        "disk_s": sum(answers[kind].ttft_s for kind in below),
+        "cached": min(answers[kind].num_cached_tokens for kind in ("host", *below)),
         "different_texts": sum(answer.output != before.output for answer in answers.values()),
     }
+
+
+def _add_restart(config: PrefixBenchConfig, cold: LLM, again: LLM, folder: Path, ask: Ask, one: dict[str, Any]) -> None:
+    """Add to a round what an engine that was started later takes for its prompt."""
+    if not is_store(config):
+        _drop_page_cache(folder)
+    before = _answer(cold, ask)
+    answer = _answer(again, ask)
+    seconds = (before.ttft_s + _answer(cold, ask).ttft_s) / 2
+    one["ratios"]["restart"] = answer.ttft_s / seconds
+    one["cached"] = min(one["cached"], answer.num_cached_tokens)
+    one["different_texts"] += answer.output != before.output
+    drain(again)
 
 
 def _answer(llm: LLM, ask: Ask) -> Answer:
@@ -125,8 +161,13 @@ def drain(llm: LLM) -> None:
 
 def _drop_page_cache(folder: Path) -> None:
     for file in folder.glob("*.entry"):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with suppress(FileNotFoundError):  # it was removed for another one
+            _drop_file(file)
+
+
+def _drop_file(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

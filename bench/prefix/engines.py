@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import random
-import shutil
+import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,7 +18,7 @@ from specmamba.bench.prefix.texts import Oracle, TextSource
 from specmamba.bench.prefix.workloads import Sizes, Tokens, Workload, make_workload
 from specmamba.config import MAX_DRAFT_TOKENS, EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.flags.model_flags import PREFIX_CACHE_FLAGS
+from specmamba.flags.model_flags import PREFIX_CACHE_FLAGS, TIER_FLAGS
 from specmamba.measure.report import ReportOptions
 
 if TYPE_CHECKING:  # --help must not wait for torch
@@ -30,7 +30,7 @@ ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only 
 FOLDER_PREFIX = "specmamba-bench-"  # of folders for prefixes on disk
 SHARING = ("shared", "chat", "branch", "agent", "pressure")
 DEFAULT_PARTS = (*SHARING, "ttft", "disk", "writing", "costs")
-PARTS = (*DEFAULT_PARTS, "swing")
+PARTS = (*DEFAULT_PARTS, "swing", "elastic")
 
 
 def _names(value: object) -> object:
@@ -76,7 +76,9 @@ class PrefixBenchConfig(ReportOptions):
     ] = 0.1
     ttft_tokens: Annotated[int, Field(ge=2, description="ttft, disk: tokens of a prompt")] = 2000
     ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
-    rounds: Annotated[int, Field(ge=1, description="ttft, disk, writing, costs: rounds; medians over them")] = 5
+    rounds: Annotated[
+        int, Field(ge=1, description="ttft, disk, writing, costs, elastic: rounds; medians over them")
+    ] = 5
     writing_prompt_tokens: Annotated[int, Field(ge=1, description="writing: tokens of each prompt that is written")] = (
         256
     )
@@ -85,11 +87,17 @@ class PrefixBenchConfig(ReportOptions):
     cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
 
     swing_tokens: Annotated[
-        int, Field(ge=256, description="swing: memory of both pools, as tokens whose KV it would hold")
+        int, Field(ge=256, description="swing, elastic: memory of both pools, as tokens whose KV it would hold")
     ] = 9000
     swing_chats: Annotated[int, Field(ge=1, description="swing: short conversations, of --num-turns turns")] = 24
     swing_documents: Annotated[int, Field(ge=1, description="swing: documents, with --num-questions questions")] = 4
     swing_document_tokens: Annotated[int, Field(ge=1, description="swing: tokens of a document")] = 1200
+    swing_ratios: Annotated[
+        Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)],
+        BeforeValidator(_names),
+        Field(description="swing: --mamba-full-memory-ratio of fixed pools"),
+    ] = (0.1, 0.3, 0.9, 2.7)
+    swing_rounds: Annotated[int, Field(ge=1, description="swing: rounds of both halves")] = 1
 
     @field_validator("workloads")
     @classmethod
@@ -153,12 +161,38 @@ class Demand:
     states: int  # of a pool that holds everything
 
 
-def parent_of_folders(config: PrefixBenchConfig) -> Path | None:
-    """Return where engines have their folders for prefixes on disk, made if need be; None: among temporary files."""
+@contextmanager
+def own_place(config: PrefixBenchConfig) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A place for prefixes that no other engine finds: on disk, or in the store of the flags under a key of its own.
+
+    Yields:
+        A folder with all that is private to the place, removed at the end, in the folder of the flags if there is one;
+        and the flags of engines that share the place. What was written to a store stays until the store evicts it.
+
+    Raises:
+        ConfigError: the file of the store's key cannot be read.
+    """
     parent = config.hicache_storage_dir
     if parent is not None:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return parent
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=parent) as name:
+        folder = Path(name)
+        if not is_store(config):
+            yield folder, {"hicache_storage_dir": folder}
+            return
+        assert config.hicache_storage_key_file is not None
+        try:
+            shared = config.hicache_storage_key_file.expanduser().read_text("utf8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--hicache-storage-key-file {config.hicache_storage_key_file}: {error}") from None
+        key = folder / "key"
+        key.write_text(f"{shared.strip()} {secrets.token_hex(16)}", "utf8")
+        yield folder, {"hicache_storage_key_file": key}
+
+
+def is_store(config: PrefixBenchConfig) -> bool:
+    """Whether prefixes go to a store, in place of a folder on disk."""
+    return config.hicache_storage_backend == "mooncake"
 
 
 def require_room_for_prompt(config: PrefixBenchConfig, llm: LLM) -> int:
@@ -179,18 +213,20 @@ def require_room_for_prompt(config: PrefixBenchConfig, llm: LLM) -> int:
 def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
     """Start an engine with the flags of the command line; ``flags`` replace some of them.
 
-    With prefixes on disk each engine has a folder of its own in that of the flags, so that none finds what another
-    wrote; they are removed when the process ends.
+    With prefixes on disk or in a store each engine has a place of its own there, so that none finds what another wrote;
+    folders are removed when the process ends.
 
     Raises:
         ConfigError: the flags do not allow to start.
     """
     from specmamba import LLM
 
-    if config.hicache_storage_dir is not None and "hicache_storage_dir" not in flags:
-        folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent_of_folders(config))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        flags["hicache_storage_dir"] = folder
+    outlives = config.hicache_storage_dir is not None or is_store(config)
+    if outlives and not flags.keys() & {"hicache_storage_dir", "hicache_storage_key_file"}:
+        stack = ExitStack()
+        _, place = stack.enter_context(own_place(config))
+        atexit.register(stack.close)
+        flags |= place
     return LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | flags)
 
 
@@ -209,14 +245,38 @@ def sharing_memory(config: PrefixBenchConfig, num_tokens: int) -> Iterator[None]
         yield
 
 
+def start_elastic_engine(config: PrefixBenchConfig, part: str) -> LLM:
+    """Start an engine whose pools share the memory of ``sharing_memory``, for a part of the benchmark.
+
+    Raises:
+        ConfigError: pools are not elastic here, or not in so little memory.
+    """
+    llm = start_engine(config, elastic_pools="on")
+    if llm.engine.stats().split is None:
+        llm.close()
+        raise ConfigError(
+            f"--swing-tokens {config.swing_tokens}: pools are not elastic here, or not in so little: raise it, or "
+            f"leave {part} out of --workloads"
+        )
+    return llm
+
+
 def start_cold_engine(config: PrefixBenchConfig) -> LLM:
     """Start an engine without a cache, and without the flags that need one.
 
     Raises:
         ConfigError: the flags do not allow to start.
     """
-    defaults = {name: EngineConfig.model_fields[name].default for name in (*PREFIX_CACHE_FLAGS, *ORDER_FLAGS)}
-    return start_engine(config, disable_radix_cache=True, **defaults)
+    return start_engine(config, disable_radix_cache=True, **_defaults(PREFIX_CACHE_FLAGS), **_defaults(ORDER_FLAGS))
+
+
+def without_tiers() -> dict[str, Any]:
+    """Flags of an engine that keeps prefixes in its pools only."""
+    return _defaults(TIER_FLAGS)
+
+
+def _defaults(names: Iterable[str]) -> dict[str, Any]:
+    return {name: EngineConfig.model_fields[name].default for name in names}
 
 
 def start_cost_engine(config: PrefixBenchConfig, flag: str, **flags: Any) -> LLM:

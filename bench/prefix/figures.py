@@ -42,6 +42,7 @@ def full_report(
     writing: dict[str, Any] | None,
     costs: dict[str, Any] | None,
     swing: dict[str, Any] | None,
+    elastic: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The report as a JSON object; ``description`` and ``num_threads`` are those of the engine without the cache."""
     workloads = [workload_figures(each) for each in plays]
@@ -77,6 +78,7 @@ def full_report(
         "writing": writing,
         "costs": costs,
         "swing": swing,
+        "elastic": elastic,
     }
 
 

@@ -2,8 +2,9 @@
 
 In a round, streams decode together; every ``ARRIVAL_STEPS`` steps one more request comes, with a new prompt and one
 token to answer, so that a prefix is left in the cache each time: the engine with the disk writes it. Both engines get
-the same texts, in turns, and have a prefix cache. Steps that compute a part of a prompt are counted too: both have the
-same ones. Reported are the ratios of the 50th and the 99th percentile of all gaps of a round.
+the same texts, in turns, and have a prefix cache. With ``--hicache-storage-backend mooncake`` the store of the flags is
+written to in place of the disk. Steps that compute a part of a prompt are counted too: both have the same ones.
+Reported are the ratios of the 50th and the 99th percentile of all gaps of a round.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.prefix.disk import drain, folder_for
-from specmamba.bench.prefix.engines import Demand, PrefixBenchConfig, pool_flags, start_engine
+from specmamba.bench.prefix.disk import drain, place_name, stats_of_place
+from specmamba.bench.prefix.engines import Demand, PrefixBenchConfig, own_place, pool_flags, start_engine, without_tiers
 from specmamba.bench.prefix.run import warm_up
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.errors import ConfigError
@@ -51,17 +52,17 @@ def measure_writing(config: PrefixBenchConfig, source: TextSource, context_lengt
     states = num_prompts * (4 + length // config.chunked_prefill_size) + 4 * config.concurrency
     longest = max(length + 1, STREAM_PROMPT + written)
     flags = pool_flags(config, [Demand(num_prompts, config.concurrency + 1, longest, tokens, 2 * tokens, states)])
-    with folder_for(config) as folder:
-        disk = {"hicache_storage_dir": folder, "hicache_write_policy": "write_through"}
-        none: dict[str, Any] = {"hicache_storage_dir": None, "hicache_size": 0, "hicache_ratio": 0}
-        with start_engine(config, **flags | disk) as warm, start_engine(config, **flags | none) as plain:
+    with own_place(config) as (_, place):
+        place["hicache_write_policy"] = "write_through"
+        none = flags | without_tiers()
+        with start_engine(config, **flags | place) as warm, start_engine(config, **none) as plain:
             engines = {WITH: warm, WITHOUT: plain}
             for llm in engines.values():
                 warm_up(llm, source, config)
             rounds = _rounds(config, engines, source)
-            stats = warm.engine.stats().disk
-    assert stats is not None
+            stats = stats_of_place(warm)
     return figures_of(rounds) | {
+        "place": place_name(config),
         "streams": config.concurrency,
         "prompt_tokens": length,
         "rounds": config.rounds,

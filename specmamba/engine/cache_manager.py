@@ -267,6 +267,7 @@ class CacheManager:
     def release(self, request: Request) -> None:
         """Free all memory that a request still holds."""
         self.cancel_load(request.tier_wish)
+        request.tier_wish = TierWish()  # one that was preempted asks again: what it left may have gone to a tier
         if request.row is not None:
             self.pools.state_buffers.end(request.row)
             self.pools.counts.end(request.row)

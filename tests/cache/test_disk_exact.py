@@ -124,6 +124,33 @@ def test_texts_and_drafts_are_those_of_a_cold_run(
     assert turn.token_ids == without_cache(drafts, turn.prompt_token_ids).token_ids
 
 
+@pytest.mark.fast_cases("1-chain")
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_preempted_again_and_again_with_snapshots(page_size: int, drafts: str, prompt: Tokens, tmp_path: Path) -> None:
+    """What one engine with records has written, one with snapshots reads, each time that it begins again."""
+    cold = without_cache(drafts, prompt, page_size=page_size)
+    with new_llm(tmp_path / "prefixes", drafts, page_size=page_size) as llm:
+        assert run(llm, prompt).token_ids == cold.token_ids
+    with new_llm(tmp_path / "prefixes", drafts, page_size=page_size, speculative_state="snapshots") as llm:
+        engine, tokens = llm.engine, list[int]()
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        engine.add_request("again", prompt, params)
+        steps = 0
+        while engine.has_unfinished_requests:
+            deltas = engine.step()
+            tokens += [token for delta in deltas for token in delta.token_ids]
+            steps += bool(deltas)
+            if deltas and steps % 3 == 2 and engine.scheduler.verifying:
+                engine.preempt(engine.scheduler.verifying[0])
+                forget(llm)  # it finds nothing in the pools
+        assert engine.stats().num_preemptions >= 2
+        assert stats(llm).hits >= 3
+        assert not any(stats(llm).misses[reason] for reason in ("damaged", "fingerprint", "vanished"))
+        check_pools(llm)
+    assert tuple(tokens) == cold.token_ids
+
+
 @pytest.mark.fast_cases("tree")
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_texts_are_the_same_from_every_tier(drafts: str, prompt: Tokens, prompts: list[Tokens], tmp_path: Path) -> None:

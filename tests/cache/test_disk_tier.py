@@ -211,6 +211,32 @@ def test_the_oldest_leaf_makes_room(new_tier: NewTier) -> None:
     assert [len(ends(again, text)) for text in branches] == [2, 1, 1]
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_after_the_clock_went_back_old_entries_make_room_for_new_ones(
+    new_tier: NewTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+) -> None:
+    tier = new_tier()
+    old = [tuple(range(first, first + 30)) for first in (100, 150, 200)]
+    sizes = [encoded_bytes(put(tier, text)) for text in old]
+    tier.drain()
+    max_bytes = sum(sizes) + 40
+    running = new_tier(max_bytes=max_bytes)
+    ahead = time.time_ns() + 10**15  # the time at which all of it was used: eleven days from now
+    for stored in running._index:
+        stored.used = ahead
+        os.utime(running._folder.file(stored.name), ns=(ahead, ahead))
+    tier = new_tier(max_bytes=max_bytes) if is_restarted else running
+    monkeypatch.setattr(disk_tier, "SCAN_INTERVAL_S", 0.0)
+    new = [tuple(range(first, first + 30)) for first in (10, 40, 60)]
+    for text in new:
+        put(tier, text)
+        tier.drain()
+        assert fetch(tier, text) == (text, text[-1])
+    assert [ends(tier, text) for text in new] == [[30]] * 3
+    assert tier.stats().num_entries == 3
+    assert all(file.stat().st_mtime_ns < time.time_ns() + 10**9 for file in files(tmp_path))
+
+
 def test_what_is_used_in_memory_stays_on_disk(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A beginning that many texts have is seldom loaded, since it is in memory; it is used all the same."""
     monkeypatch.setattr(threaded_tier, "TOUCH_INTERVAL_NS", 0)

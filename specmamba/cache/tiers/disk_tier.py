@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
@@ -21,6 +22,7 @@ from specmamba.cache.tiers.tier_stats import LostWrite, TierMiss, TierStats
 logger = logging.getLogger("specmamba")
 
 SCAN_INTERVAL_S = 2.0  # between two looks for what other processes have written
+CLOCK_STEP_NS = 10**9  # a file that was used later than this from now was used before the clock went back
 
 
 class DiskTier(ThreadedTier):
@@ -168,10 +170,11 @@ class DiskTier(ThreadedTier):
             written = [stored for stored in self._index if stored.key not in self._coming]
         try:
             self._seen = self._folder.changed()
-            files = {file.name: file for file in self._folder.list()}
+            files = {file.name: self._used_by_now(file) for file in self._folder.list()}
         except OSError:
             files = {}  # the folder is gone
         with self._lock:
+            self._index.limit_use(time.time_ns())
             for stored in written:
                 if stored.name not in files and self._index.get(stored.name) is stored:
                     self._index.remove(stored.name)
@@ -182,10 +185,22 @@ class DiskTier(ThreadedTier):
         for file in unknown:
             self._read_header(file)
 
+    def _used_by_now(self, file: EntryFile) -> EntryFile:
+        """Let a file that was used before the clock went back count as used now: else it would leave after all others.
+
+        It gets the time of now, since other processes, and later ones, read it too.
+        """
+        now = time.time_ns()
+        if file.used <= now + CLOCK_STEP_NS:
+            return file
+        with suppress(OSError):
+            self._folder.touch(file.name)
+        return replace(file, used=now)
+
     def _look_for(self, key: bytes) -> None:
         name: Name = (self.layout.fingerprint, key)
         with suppress(OSError):  # it is not there (any more)
-            self._read_header(self._folder.described(name))
+            self._read_header(self._used_by_now(self._folder.described(name)))
 
     def _read_header(self, file: EntryFile) -> None:
         """Add a file to the index; one that is damaged is removed, one of another format counts and is not used."""

@@ -169,11 +169,24 @@ class EntryIndex:
             self._push(entry)
         return found
 
+    def limit_use(self, latest: int) -> None:
+        """Let entries that were used later than ``latest`` count as used then, in the same order. In O(n) of all."""
+        late = sorted((entry for entry in self if entry.used > latest), key=lambda entry: entry.used)
+        for entry in late:
+            entry.used = latest
+        if late:
+            kept = {id(entry) for entry in late}
+            self._order([entry for entry in self if id(entry) not in kept] + late)
+
     def _compact(self) -> None:
         """Forget entries of the heap that are gone, where they are the most of it."""
         if len(self._by_use) > 2 * len(self._entries) + 64:
-            self._by_use = [(entry.used, next(self._numbers), entry) for entry in self]
-            heapq.heapify(self._by_use)
+            self._order(list(self))
+
+    def _order(self, entries: list[Stored]) -> None:
+        """Make the heap anew; of entries that were used at the same time the first counts as the oldest."""
+        self._by_use = [(entry.used, next(self._numbers), entry) for entry in entries]
+        heapq.heapify(self._by_use)
 
     def _push(self, entry: Stored) -> None:
         heapq.heappush(self._by_use, (entry.used, next(self._numbers), entry))

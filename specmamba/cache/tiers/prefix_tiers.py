@@ -29,7 +29,7 @@ IDLE_WAIT_S = 0.002  # of an engine that has nothing to do until a load ends
 
 @dataclass(slots=True)
 class TierWish:
-    """What a waiting request wants of the tiers. It asks once, when it is first considered for admission."""
+    """What a waiting request wants of the tiers. It asks once, when it is considered for admission."""
 
     is_over: bool = False
     looks: list[Look] | None = None  # questions to tiers that need time for an answer; None: not asked yet
