@@ -11,6 +11,7 @@ from specmamba.kernels.gated_delta_rule import triton_channels as channels
 from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import Variant, Work
+from specmamba.kernels.state_records import triton_ops as tiles
 from specmamba.kernels.state_records.tiles import (
     CHUNK,
     COUNTED_TOKENS,
@@ -79,6 +80,11 @@ def channel_tile(key_dim: int, value_dim: int, num_nodes: int = 1) -> Tile:
     """
     tile = chain_tile(key_dim, value_dim)
     return replace(tile, tokens=block(num_nodes), values=max(4, tile.values // 2))
+
+
+def channel_products_tile(key_dim: int) -> tiles.Tile:
+    """Choose the tile for products of half of a chunk's tokens with decays by channel: with 32 keys registers spill."""
+    return replace(chunks_tile(key_dim, key_dim), keys=16, num_warps=2)
 
 
 def extend_tile(key_dim: int, value_dim: int) -> Tile:
@@ -172,8 +178,8 @@ def _chunks_variants(key_dim: int, by_channel: bool = False) -> Iterator[Variant
 
 
 def _channel_products_variant(key_dim: int) -> Variant:
-    tile, kernel = chunks_tile(key_dim, 128), channel_chunks.channel_products_kernel
-    constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16")
+    tile, kernel = channel_products_tile(key_dim), channel_chunks.channel_products_kernel
+    constants = chunk_constants(kernel, tile, key_dim, key_dim, GROUP, "bf16")
     made = chunk_variant(f"prefill by channel products K={key_dim}", kernel, tile, constants)
     return replace(made, work=Work(2 * COUNTED_TOKENS // CHUNK, {}))
 

@@ -14,6 +14,7 @@ from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
     ROWS,
     chain_tile,
+    channel_products_tile,
     channel_tile,
     constexprs,
     extend_tile,
@@ -186,9 +187,9 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tens
 def _multiply_by_channel(
     q: Tensor, k: Tensor, g: Tensor, chunks: Chunks, places: Places, first: int, now: int, parts: str
 ) -> None:
-    """Products of keys and queries of ``now`` chunks, with decays by channel, and keys and queries with their decays."""
+    """Products of ``now`` chunks with decays by channel, and keys and queries with their decays."""
     (batch, num_tokens, heads, key_dim), kernel = g.shape, channel_chunks.channel_products_kernel
-    tile = chunks_tile(key_dim, key_dim)
+    tile = channel_products_tile(key_dim)
     constants = chunk_constants(kernel, tile, key_dim, key_dim, heads // k.shape[2], parts)
     launch(
         *(kernel, (2 * now, heads, batch), tile, constants),

@@ -11,6 +11,7 @@ from specmamba.kernels.state_records import triton_prefill as kernels
 from specmamba.kernels.state_records.triton_ops import Tile, block, fold_tile, variant
 
 CHUNK = 64  # tokens of a long prompt whose products are made at once
+NUM_LEVELS = (CHUNK // 2).bit_length() - 1  # of blocks of 1, 2, 4, ... tokens in half of them
 COUNTED_TOKENS, GROUP = 512, 2  # of prompts in counts of instructions; value heads of a key head in variants
 
 
@@ -45,6 +46,7 @@ def chunk_constants(
         "BLOCK_VALUES": tile.values,
         "PADDED_KEYS": block(key_dim),
         "PADDED_VALUES": block(value_dim),
+        "NUM_LEVELS": NUM_LEVELS,
         "PARTS": parts,
         **others,
     }
