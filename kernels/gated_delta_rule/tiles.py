@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specmamba.kernels.gated_delta_rule import triton_channel_chunks as channel_chunks
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
 from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import Variant, Work
+from specmamba.kernels.state_records import triton_ops as tiles
 from specmamba.kernels.state_records.tiles import (
     CHUNK,
     COUNTED_TOKENS,
@@ -80,6 +82,11 @@ def channel_tile(key_dim: int, value_dim: int, num_nodes: int = 1) -> Tile:
     return replace(tile, tokens=block(num_nodes), values=max(4, tile.values // 2))
 
 
+def channel_products_tile(key_dim: int) -> tiles.Tile:
+    """Choose the tile for products of half of a chunk's tokens with decays by channel: with 32 keys registers spill."""
+    return replace(chunks_tile(key_dim, key_dim), keys=16, num_warps=2)
+
+
 def extend_tile(key_dim: int, value_dim: int) -> Tile:
     """Choose the tile for known tokens: 32 at a time.
 
@@ -146,6 +153,8 @@ def _prompt_variants() -> list[Variant]:
         *(_extend_variant(*of) for of in (("bf16", 128), ("fp32", 256), ("fp32", 128, False), ("bf16", 128, False))),
         *_chunks_variants(128),
         *list(_chunks_variants(64))[1:],
+        *_chunks_variants(128, by_channel=True),
+        *(_channel_products_variant(key_dim) for key_dim in (128, 64)),
     ]
 
 
@@ -156,14 +165,23 @@ def _extend_variant(state_dtype: str, key_dim: int, is_exact: bool = True) -> Va
     return replace(made, work=Work(grid_of(tile, 1, 1, 128)[0], sizes))
 
 
-def _chunks_variants(key_dim: int) -> Iterator[Variant]:
-    tile = chunks_tile(key_dim, 128)
+def _chunks_variants(key_dim: int, by_channel: bool = False) -> Iterator[Variant]:
+    tile, group, kind = chunks_tile(key_dim, 128), 1 if by_channel else GROUP, "prefill" + " by channel" * by_channel
+    absent = ("g", "decays") if by_channel else ()
     for what, kernel in (("systems", chunks.systems_kernel), ("updates", chunks.updates_kernel)):
-        constants = chunk_constants(kernel, tile, key_dim, 128, GROUP, "bf16", BLOCK_ROWS=ROWS)
+        constants = chunk_constants(kernel, tile, key_dim, 128, group, "bf16", BLOCK_ROWS=ROWS)
         is_of_keys = "BLOCK_KEYS" in constants
-        made = chunk_variant(f"prefill {what}" + f" K={key_dim} V=128" * is_of_keys, kernel, tile, constants)
+        constants |= {name: None for name in absent if name in kernel.arg_names}
+        made = chunk_variant(f"{kind} {what}" + f" K={key_dim} V=128" * is_of_keys, kernel, tile, constants)
         programs = COUNTED_TOKENS // (ROWS if is_of_keys else CHUNK)
         yield replace(made, work=Work(programs, {}))
+
+
+def _channel_products_variant(key_dim: int) -> Variant:
+    tile, kernel = channel_products_tile(key_dim), channel_chunks.channel_products_kernel
+    constants = chunk_constants(kernel, tile, key_dim, key_dim, GROUP, "bf16")
+    made = chunk_variant(f"prefill by channel products K={key_dim}", kernel, tile, constants)
+    return replace(made, work=Work(2 * COUNTED_TOKENS // CHUNK, {}))
 
 
 def _channel_variants() -> list[Variant]:

@@ -37,12 +37,12 @@ def blocked_inverse(system, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "num_tokens", "num_chunks"])
 def systems_kernel(
-    g,  # [B, L, Hv] float32, contiguous
+    g,  # [B, L, Hv] float32, contiguous; None: products have decays, by channel
     beta,  # [B, L, Hv] float32, contiguous
     grams,  # [B, Hk, chunks, 2, C, C] float32: Q K^T, K K^T
     solutions,  # parts [B, Hv, chunks, 2, C, C], written: (I + L)^-1 diag(beta)
     scores,  # parts [B, Hv, chunks, 2, C, C], written: of updates in outputs
-    decays,  # [B, Hv, chunks, 2, C] float32, written: up to each token, and behind it
+    decays,  # [B, Hv, chunks, 2, C] float32, written where there is g: up to each token, and behind it
     slots,  # [B] int64
     lengths,  # [B] int64
     first,  # token at which chunks begin
@@ -62,8 +62,12 @@ def systems_kernel(
     is_token, has_next = at < length, (at + 1 < length) & (at_c + 1 < BLOCK_TOKENS)
     token, tile = (row * num_tokens + at) * num_heads + head, (row * num_heads + head) * num_chunks + chunk
     key_tile = (row * (num_heads // GROUP) + head // GROUP) * num_chunks + chunk
-    of_decays = decays + tile * (2 * BLOCK_TOKENS)
-    between = chunk_decays(leave_decays(of_decays, g + token, num_heads, at_c, is_token, has_next, BLOCK_TOKENS), PARTS)
+    if g is None:
+        between = tl.where(at_c[:, None] >= at_c[None, :], 1.0, 0.0)
+    else:
+        of_decays = decays + tile * (2 * BLOCK_TOKENS)
+        own = leave_decays(of_decays, g + token, num_heads, at_c, is_token, has_next, BLOCK_TOKENS)
+        between = chunk_decays(own, PARTS)
 
     in_chunk = at_c[:, None] * BLOCK_TOKENS + at_c[None, :]
     grams_at = grams + key_tile * (2 * BLOCK_TOKENS * BLOCK_TOKENS) + in_chunk
@@ -84,7 +88,7 @@ def updates_kernel(
     solutions,  # parts [B, Hv, chunks, 2, C, C]
     weights,  # parts [B, Hv, chunks, 2, C, K'], written: of the state before the chunk in updates
     updates,  # parts [B, Hv, chunks, 2, C, V'], written: those behind a state of zeros
-    decays,  # [B, Hv, chunks, 2, C] float32
+    decays,  # [B, Hv, chunks, 2, C] float32; None: keys have them, by channel
     slots,  # [B] int64
     lengths,  # [B] int64
     first,  # token at which chunks begin
@@ -129,8 +133,9 @@ def updates_kernel(
         u = product_of_parts(high, low, v_high, v_low, tl.zeros((BLOCK_ROWS, BLOCK_VALUES), tl.float32), PARTS)
         store_parts(updates_at + at_v[None, :], u, BLOCK_TOKENS * PADDED_VALUES)
 
-    up_to = tl.load(decays + tile * (2 * BLOCK_TOKENS) + at_c)
-    high, low = split((high.to(tl.float32) + low.to(tl.float32)) * up_to[None, :])
+    if decays is not None:
+        up_to = tl.load(decays + tile * (2 * BLOCK_TOKENS) + at_c)
+        high, low = split((high.to(tl.float32) + low.to(tl.float32)) * up_to[None, :])
     keys_at = keys + key_tile * (2 * BLOCK_TOKENS * PADDED_KEYS) + at_c[:, None] * PADDED_KEYS
     weights_at = weights + tile * (2 * BLOCK_TOKENS * PADDED_KEYS) + at_r[:, None] * PADDED_KEYS
     for first_key in range(0, PADDED_KEYS, BLOCK_KEYS):

@@ -7,12 +7,14 @@ import sys
 import torch
 from torch import Tensor
 
+from specmamba.kernels.gated_delta_rule import triton_channel_chunks as channel_chunks
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
 from specmamba.kernels.gated_delta_rule import triton_chunks as c
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
     ROWS,
     chain_tile,
+    channel_products_tile,
     channel_tile,
     constexprs,
     extend_tile,
@@ -125,8 +127,7 @@ def extend_in_place(
             largest finite number.
         slots: [B] int64, distinct but for 0, which is padding: not read, not written.
         lengths: [B] int64; tokens from lengths[b] on are padding.
-        model_dtype: of 16 bits, products run in parts of bfloat16, and long prompts with decays by head run in
-            several launches.
+        model_dtype: of 16 bits, products run in parts of bfloat16, and long prompts run in several launches.
 
     Returns:
         Output [B, L, Hv, V]; zeros on padding and for rows of slot 0.
@@ -137,7 +138,7 @@ def extend_in_place(
     if out.numel() == 0:
         return out
     parts = parts_of(model_dtype, v.device)
-    if parts != "none" and g.dim() == 3 and is_long(num_tokens, key_dim):
+    if parts != "none" and is_long(num_tokens, key_dim):
         _prefill(q, k, v, g, beta, out, Places(states, slots, lengths), parts)
         return out
     work: tuple[Tensor | None, ...] = ()
@@ -159,23 +160,42 @@ def extend_in_place(
 def _prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor, places: Places, parts: str) -> None:
     """Long prompts: chunks side by side, states from chunk to chunk, and outputs side by side again."""
     (batch, num_tokens, heads, value_dim), key_dim, tile = v.shape, k.shape[3], chunks_tile(k.shape[3], v.shape[3])
-    sizes, systems, updates = (key_dim, value_dim, heads // k.shape[2], parts), c.systems_kernel, c.updates_kernel
+    by_channel, systems, updates = g.dim() == 4, c.systems_kernel, c.updates_kernel
+    sizes = key_dim, value_dim, 1 if by_channel else heads // k.shape[2], parts
     of_systems = chunk_constants(systems, tile, *sizes)
     of_updates = chunk_constants(updates, tile, *sizes, BLOCK_ROWS=ROWS)
 
     def prepare(chunks: Chunks, first: int, now: int) -> None:
-        where, num_chunks = (chunks.decays, places.slots, places.lengths), chunks.num_chunks
+        if by_channel:
+            _multiply_by_channel(q, k, g, chunks, places, first, now, parts)
+        of_head, keys = (None, chunks.state_keys) if by_channel else (g, chunks.keys)
+        where = None if by_channel else chunks.decays, places.slots, places.lengths
+        num_chunks = chunks.num_chunks
         launch(
             *(systems, (now, heads, batch), tile, of_systems),
-            *(g, beta, chunks.grams, chunks.solutions, chunks.scores, *where, first, num_tokens, num_chunks),
+            *(of_head, beta, chunks.grams, chunks.solutions, chunks.scores, *where, first, num_tokens, num_chunks),
         )
         launch(
             *(updates, (now * (CHUNK // ROWS), heads, batch), tile, of_updates),
-            *(v, chunks.keys, chunks.solutions, chunks.weights, chunks.updates, *where),
+            *(v, keys, chunks.solutions, chunks.weights, chunks.updates, *where),
             *(first, num_chunks, *v.stride()[:3]),
         )
 
-    prefill_in_place(q, k, v, out, places, parts, prepare, has_system=True)
+    prefill_in_place(q, k, v, out, places, parts, prepare, True, by_channel)
+
+
+def _multiply_by_channel(
+    q: Tensor, k: Tensor, g: Tensor, chunks: Chunks, places: Places, first: int, now: int, parts: str
+) -> None:
+    """Products of ``now`` chunks with decays by channel, and keys and queries with their decays."""
+    (batch, num_tokens, heads, key_dim), kernel = g.shape, channel_chunks.channel_products_kernel
+    tile = channel_products_tile(key_dim)
+    constants = chunk_constants(kernel, tile, key_dim, key_dim, heads // k.shape[2], parts)
+    launch(
+        *(kernel, (2 * now, heads, batch), tile, constants),
+        *(q, k, g, chunks.keys, chunks.state_queries, chunks.state_keys, chunks.grams, chunks.decays),
+        *(places.slots, places.lengths, first, num_tokens, chunks.num_chunks, *q.stride()[:3], *k.stride()[:3]),
+    )
 
 
 def _tree_verify(

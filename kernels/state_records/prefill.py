@@ -32,14 +32,16 @@ class Places(NamedTuple):
 class Chunks(NamedTuple):
     """What kernels leave to each other, of some chunks of each row: parts of bfloat16; C tokens, K and V padded."""
 
-    keys: Tensor  # [B, Hk, chunks, 2, C, K]
-    grams: Tensor  # [B, Hk, chunks, 2, C, C] float32: Q K^T, K K^T
+    keys: Tensor  # [B, Hk, chunks, 2, C, K]; decays by channel: [B, Hv, ...], with the decay behind each token
+    grams: Tensor  # [B, Hk, chunks, 2, C, C] float32: Q K^T, K K^T; decays by channel: [B, Hv, ...], with decays
     solutions: Tensor | None  # [B, Hv, chunks, 2, C, C] of the chunk's system; None: there is none
     weights: Tensor | None  # [B, Hv, chunks, 2, C, K] of the state in updates; None: these do not depend on it
     updates: Tensor  # [B, Hv, chunks, 2, C, V]
     scores: Tensor  # [B, Hv, chunks, 2, C, C]
     before: Tensor  # [B, Hv, chunks, 2, K, V], the state before each chunk
-    decays: Tensor  # [B, Hv, chunks, 2, C] float32: up to each token, and behind it
+    decays: Tensor  # [B, Hv, chunks, 2, C] float32: up to each token, and behind it; by channel: [B, Hv, chunks, K]
+    state_queries: Tensor | None  # [B, Hv, chunks, 2, C, K] with decays by channel up to each token; None: by head
+    state_keys: Tensor | None  # the same of keys
 
     @property
     def num_chunks(self) -> int:
@@ -47,9 +49,10 @@ class Chunks(NamedTuple):
         return self.keys.shape[2]
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, count: int, has_system: bool) -> Chunks:
+    def of(cls, k: Tensor, v: Tensor, count: int, has_system: bool, by_channel: bool) -> Chunks:
         """Memory, k [B, L, Hk, K] and v [B, L, Hv, V]."""
-        keys, values, of_k, of_v = block(k.shape[3]), block(v.shape[3]), k.shape[:3:2], v.shape[:3:2]
+        keys, values, of_v = block(k.shape[3]), block(v.shape[3]), v.shape[:3:2]
+        of_k = of_v if by_channel else k.shape[:3:2]
 
         def parts(of: torch.Size, rows: int, columns: int) -> Tensor:
             return k.new_empty(*of, count, 2, rows, columns, dtype=torch.bfloat16)
@@ -62,7 +65,8 @@ class Chunks(NamedTuple):
             parts(of_v, CHUNK, values),
             parts(of_v, CHUNK, CHUNK),
             parts(of_v, keys, values),
-            k.new_empty(*of_v, count, 2, CHUNK),
+            k.new_empty(*of_v, count, keys) if by_channel else k.new_empty(*of_v, count, 2, CHUNK),
+            *(parts(of_v, CHUNK, keys) if by_channel else None for _ in range(2)),
         )
 
 
@@ -80,6 +84,7 @@ def prefill_in_place(
     parts: str,
     prepare: Callable[[Chunks, int, int], None],
     has_system: bool,
+    by_channel: bool = False,
 ) -> None:
     """Fill ``out`` and advance the states in their slots; padding and rows of slot 0 get zeros, and touch no state.
 
@@ -92,18 +97,22 @@ def prefill_in_place(
         prepare: the operator's own kernel, called with the memory of a part of the prompt, its first token and its
             number of chunks: it fills weights, updates, scores and decays of chunks that have tokens.
         has_system: updates depend on each other and on the state: there are weights, and K K^T is needed.
+        by_channel: decays are, so that nothing is the same for value heads of a key head: ``prepare`` fills all of the
+            memory but ``before``.
     """
     (batch, num_tokens, heads, value_dim), key_dim, states = v.shape, k.shape[3], places.states
     count = min(max(1, PART // (batch * CHUNK)), num_blocks(num_tokens, CHUNK))
-    chunks, work = Chunks.of(k, v, count, has_system), None
+    chunks, work = Chunks.of(k, v, count, has_system, by_channel), None
     if count * CHUNK < num_tokens and states.dtype is not torch.float32:  # a state is rounded once, at the end
         work = torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=states.device)
     sizes = key_dim, value_dim, heads // k.shape[2], parts
+    of_chunks = key_dim, value_dim, heads // chunks.keys.shape[1], parts
     for first in range(0, num_tokens, count * CHUNK):
         now = min(count, num_blocks(num_tokens - first, CHUNK))
-        _multiply_keys(chunks, places, (q, k), first, now, sizes)
+        if not by_channel:
+            _multiply_keys(chunks, places, (q, k), first, now, sizes)
         prepare(chunks, first, now)
-        _run_states(chunks, places, work, first, sizes)
+        _run_states(chunks, places, work, first, of_chunks)
         _read_outputs(chunks, places, q, out, first, now, sizes)
 
 
@@ -128,9 +137,10 @@ def _multiply_keys(
 def _run_states(chunks: Chunks, places: Places, work: Tensor | None, first: int, sizes: Sizes) -> None:
     """From chunk to chunk: the states before each, and the updates behind these."""
     kernel, tile, (batch, heads) = kernels.states_kernel, states_tile(*sizes[:2]), chunks.before.shape[:2]
-    c = chunks
+    c, by_channel = chunks, chunks.state_keys is not None
+    constants = chunk_constants(kernel, tile, *sizes, BY_CHANNEL=by_channel)
     launch(
-        *(kernel, (num_blocks(sizes[1], tile.values), heads, batch), tile, chunk_constants(kernel, tile, *sizes)),
+        *(kernel, (num_blocks(sizes[1], tile.values), heads, batch), tile, constants),
         *(places.states, work, c.keys, c.weights, c.updates, c.before, c.decays, places.slots, places.lengths),
         *(first, c.num_chunks, *places.states.stride()[:3]),
     )
@@ -141,6 +151,7 @@ def _read_outputs(chunks: Chunks, places: Places, q: Tensor, out: Tensor, first:
     kernel, tile, (batch, heads) = kernels.outputs_kernel, outputs_tile(*sizes[:2]), chunks.before.shape[:2]
     launch(
         *(kernel, (now * num_blocks(sizes[1], tile.values), heads, batch), tile, chunk_constants(kernel, tile, *sizes)),
-        *(q, out, chunks.updates, chunks.scores, chunks.before, chunks.decays, places.slots, places.lengths),
+        *(q, chunks.state_queries, out, chunks.updates, chunks.scores, chunks.before, chunks.decays),
+        *(places.slots, places.lengths),
         *(first, out.shape[1], chunks.num_chunks, *q.stride()[:3]),
     )

@@ -11,6 +11,7 @@ from specmamba.kernels.state_records import triton_prefill as kernels
 from specmamba.kernels.state_records.triton_ops import Tile, block, fold_tile, variant
 
 CHUNK = 64  # tokens of a long prompt whose products are made at once
+NUM_LEVELS = (CHUNK // 2).bit_length() - 1  # of blocks of 1, 2, 4, ... tokens in half of them
 COUNTED_TOKENS, GROUP = 512, 2  # of prompts in counts of instructions; value heads of a key head in variants
 
 
@@ -45,6 +46,7 @@ def chunk_constants(
         "BLOCK_VALUES": tile.values,
         "PADDED_KEYS": block(key_dim),
         "PADDED_VALUES": block(value_dim),
+        "NUM_LEVELS": NUM_LEVELS,
         "PARTS": parts,
         **others,
     }
@@ -72,34 +74,40 @@ def _fold_variant(what: str, dtype: str, key_dim: int, value_dim: int, by_channe
     return variant(name, folds.fold, pointers, constants, tile.num_warps, tile.num_stages)
 
 
+KEPT_PARTS = ("keys", "solutions", "weights", "updates", "scores", "before", "queries", "state_queries", "state_keys")
 POINTERS = {
-    **dict.fromkeys(("keys", "solutions", "weights", "updates", "scores", "before"), "bf16"),
+    **dict.fromkeys(KEPT_PARTS, "bf16"),
     **dict.fromkeys(("q", "k", "v", "g", "beta", "c", "b", "u", "out", "work", "decays", "grams"), "fp32"),
     **dict.fromkeys(("slots", "lengths"), "i64"),
 }
-# kernel, dtype of the state, keys, values, and whether updates depend on it
+# kernel, dtype of the state, keys, values, and the operator
 PREFILLS = [
-    ("grams", "fp32", 128, 128, True),
-    ("grams", "fp32", 128, 64, False),
-    ("states", "fp32", 128, 128, True),
-    ("states", "bf16", 128, 128, True),
-    ("states", "fp32", 64, 128, True),
-    ("states", "fp32", 128, 64, False),
-    ("outputs", "fp32", 128, 128, True),
-    ("outputs", "fp32", 128, 64, False),
+    ("grams", "fp32", 128, 128, "delta rule"),
+    ("grams", "fp32", 128, 64, "mamba2"),
+    ("states", "fp32", 128, 128, "delta rule"),
+    ("states", "bf16", 128, 128, "delta rule"),
+    ("states", "fp32", 64, 128, "delta rule"),
+    ("states", "fp32", 128, 64, "mamba2"),
+    ("outputs", "fp32", 128, 128, "delta rule"),
+    ("outputs", "fp32", 128, 64, "mamba2"),
+    ("states", "fp32", 128, 128, "delta rule by channel"),
+    ("states", "bf16", 128, 128, "delta rule by channel"),
+    ("outputs", "fp32", 128, 128, "delta rule by channel"),
 ]
 
 
-def _prefill_variant(what: str, dtype: str, key_dim: int, value_dim: int, has_system: bool) -> Variant:
+def _prefill_variant(what: str, dtype: str, key_dim: int, value_dim: int, kind: str) -> Variant:
     kernel = getattr(kernels, f"{what}_kernel")
     tile = {"grams": chunks_tile, "states": states_tile, "outputs": outputs_tile}[what](key_dim, value_dim)
-    constants = chunk_constants(kernel, tile, key_dim, value_dim, GROUP, "bf16", HAS_SYSTEM=has_system)
-    absent = ["weights"] * (not has_system) + ["work"] * (dtype == "fp32")
+    has_system, by_channel = kind != "mamba2", kind.endswith("by channel")
+    group = 1 if by_channel and what == "states" else GROUP
+    flags = {"HAS_SYSTEM": has_system, "BY_CHANNEL": by_channel}
+    constants = chunk_constants(kernel, tile, key_dim, value_dim, group, "bf16", **flags)
+    absent = ["weights"] * (not has_system) + ["work"] * (dtype == "fp32") + ["queries"] * (not by_channel)
     constants |= {name: None for name in absent if name in kernel.arg_names}
     num_chunks, num_parts = COUNTED_TOKENS // CHUNK, -(-value_dim // tile.values)
     # products of keys are made once for the value heads of a key head: counted is the part of one of them
     programs = {"grams": num_chunks // GROUP, "states": num_parts, "outputs": num_chunks * num_parts}[what]
-    kind = "delta rule" if has_system else "mamba2"
     made = chunk_variant(f"prefill {what} {kind} {dtype} K={key_dim} V={value_dim}", kernel, tile, constants, dtype)
     return replace(made, work=Work(programs, {"num_own": num_chunks}))
 

@@ -137,7 +137,7 @@ def states_kernel(
     weights,  # parts [B, Hv, chunks, 2, C, K'] of the state in updates; None: these do not depend on it
     updates,  # parts [B, Hv, chunks, 2, C, V'], behind a state of zeros: replaced by those behind the state there is
     before,  # parts [B, Hv, chunks, 2, K', V'], written: the state before each chunk
-    decays,  # [B, Hv, chunks, 2, C] float32
+    decays,  # [B, Hv, chunks, 2, C] float32; by channel: [B, Hv, chunks, K'], of whole chunks, and keys have their own
     slots,  # [B] int64
     lengths,  # [B] int64
     first,
@@ -152,6 +152,7 @@ def states_kernel(
     BLOCK_VALUES: tl.constexpr,
     PADDED_KEYS: tl.constexpr,  # K'
     PADDED_VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,  # decays are
     PARTS: tl.constexpr,
 ):
     """The recurrence from chunk to chunk, on a state that stays in registers: the one part that is sequential."""
@@ -181,7 +182,8 @@ def states_kernel(
         weights_at = weights + tile * (2 * BLOCK_TOKENS * PADDED_KEYS) + at_c[:, None] * PADDED_KEYS + at_k[None, :]
     updates_at = updates + tile * (2 * BLOCK_TOKENS * PADDED_VALUES) + at_c[:, None] * PADDED_VALUES + at_v[None, :]
     before_at = before + tile * (2 * PADDED_KEYS * PADDED_VALUES) + at_k[:, None] * PADDED_VALUES + at_v[None, :]
-    decays_at = decays + tile * (2 * BLOCK_TOKENS)
+    decays_size: tl.constexpr = PADDED_KEYS if BY_CHANNEL else 2 * BLOCK_TOKENS
+    decays_at = decays + tile * decays_size
     num_own = tl.minimum(tl.cdiv(length - first, BLOCK_TOKENS), num_chunks)
     for _ in range(num_own):
         state_high, state_low = split(state)
@@ -197,13 +199,17 @@ def states_kernel(
             weights_at += 2 * BLOCK_TOKENS * PADDED_KEYS
 
         k_high, k_low = load_parts(keys_at, BLOCK_TOKENS * PADDED_KEYS)
-        behind, whole = tl.load(decays_at + BLOCK_TOKENS + at_c), tl.load(decays_at + BLOCK_TOKENS - 1)
-        high, low = split(u * behind[:, None])
-        state = product_of_parts(tl.trans(k_high), tl.trans(k_low), high, low, state * whole, PARTS)
+        if BY_CHANNEL:
+            state *= tl.load(decays_at + at_k)[:, None]
+        else:
+            u *= tl.load(decays_at + BLOCK_TOKENS + at_c)[:, None]
+            state *= tl.load(decays_at + BLOCK_TOKENS - 1)
+        high, low = split(u)
+        state = product_of_parts(tl.trans(k_high), tl.trans(k_low), high, low, state, PARTS)
         keys_at += 2 * BLOCK_TOKENS * PADDED_KEYS
         updates_at += 2 * BLOCK_TOKENS * PADDED_VALUES
         before_at += 2 * PADDED_KEYS * PADDED_VALUES
-        decays_at += 2 * BLOCK_TOKENS
+        decays_at += decays_size
 
     if work is None:
         tl.store(kept, as_stored(state, states.dtype.element_ty), mask=in_state)
@@ -217,6 +223,7 @@ def states_kernel(
 @triton.jit(do_not_specialize=["first", "num_tokens", "num_chunks"])
 def outputs_kernel(
     q,  # [B, L, Hk, K] float32
+    queries,  # parts [B, Hv, chunks, 2, C, K'] with decays by channel; None: decays are by head
     out,  # [B, L, Hv, V] float32, contiguous
     updates,  # parts [B, Hv, chunks, 2, C, V']
     scores,  # parts [B, Hv, chunks, 2, C, C]
@@ -255,14 +262,20 @@ def outputs_kernel(
         return
     tile = (row * num_heads + head) * num_chunks + chunk
     q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at[:, None].to(tl.int64) * q_token_stride
+    if queries is not None:
+        queries_at = queries + tile * (2 * BLOCK_TOKENS * PADDED_KEYS) + at_c[:, None] * PADDED_KEYS
     before_at = before + tile * (2 * PADDED_KEYS * PADDED_VALUES) + at_v[None, :]
     for first_key in range(0, PADDED_KEYS, BLOCK_KEYS):
         at_k = first_key + tl.arange(0, BLOCK_KEYS)
-        in_keys = (at < length)[:, None] & (at_k < KEY_DIM)[None, :]
-        q_high, q_low = split(tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0))
+        if queries is None:
+            in_keys = (at < length)[:, None] & (at_k < KEY_DIM)[None, :]
+            q_high, q_low = split(tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0))
+        else:
+            q_high, q_low = load_parts(queries_at + at_k[None, :], BLOCK_TOKENS * PADDED_KEYS)
         high, low = load_parts(before_at + at_k[:, None] * PADDED_VALUES, PADDED_KEYS * PADDED_VALUES)
         result = product_of_parts(q_high, q_low, high, low, result, PARTS)
-    result *= tl.load(decays + tile * (2 * BLOCK_TOKENS) + at_c)[:, None]
+    if queries is None:
+        result *= tl.load(decays + tile * (2 * BLOCK_TOKENS) + at_c)[:, None]
 
     scores_at = scores + tile * (2 * BLOCK_TOKENS * BLOCK_TOKENS) + at_c[:, None] * BLOCK_TOKENS + at_c[None, :]
     updates_at = updates + tile * (2 * BLOCK_TOKENS * PADDED_VALUES) + at_c[:, None] * PADDED_VALUES + at_v[None, :]

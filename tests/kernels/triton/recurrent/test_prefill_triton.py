@@ -15,7 +15,13 @@ from tests.kernels.recurrent.records import make_state
 from tests.kernels.recurrent.test_gated_delta_rule import Tokens, make_tokens
 
 pytest.importorskip("triton")
-from specmamba.kernels.gated_delta_rule import triton_channels, triton_chunks, triton_kernels, triton_ops
+from specmamba.kernels.gated_delta_rule import (
+    triton_channel_chunks,
+    triton_channels,
+    triton_chunks,
+    triton_kernels,
+    triton_ops,
+)
 from specmamba.kernels.ssd import triton_ops as ssd_ops
 from specmamba.kernels.state_records import prefill, triton_prefill
 
@@ -29,6 +35,7 @@ KERNELS = [
     (triton_prefill, "outputs_kernel"),
     (triton_kernels, "extend_kernel"),
     (triton_channels, "channel_extend_kernel"),
+    (triton_channel_chunks, "channel_products_kernel"),
 ]
 
 
@@ -37,8 +44,8 @@ class Prompts:
 
     lengths, slots = torch.tensor([197, 0, 1, 64, 130, 9]), torch.tensor([3, 6, 1, 2, 5, 0])
 
-    def __init__(self, heads: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> None:
-        self.tokens, _ = make_tokens(6, 199, heads, seed=1)
+    def __init__(self, tokens: Tokens, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        self.tokens = tokens
         beyond = torch.arange(199) >= self.lengths[:, None]
         for x in self.tokens:
             x[beyond] = torch.nan
@@ -85,7 +92,7 @@ def test_rows_of_all_lengths(
 ) -> None:
     """All chunks at once, two, and one: the last state of a part is the first of the next, and not rounded between."""
     monkeypatch.setattr(prefill, "PART", part)
-    case = Prompts(heads, dtype)
+    case = Prompts(make_tokens(6, 199, heads, seed=1)[0], heads, dtype)
     case.check(*case.run(gpu_device))
 
 
@@ -115,14 +122,19 @@ def rounded(a: Tensor, b: Tensor) -> Tensor:
 
 def errors_of(tokens: Tokens, state: Tensor, device: str) -> tuple[list[float], list[float]]:
     """Of outputs and of the state: the kernels', and those of plain bfloat16. One key head, one value head."""
+    want, wanted = reference.extend(*tokens.double(), state.double(), torch.tensor([tokens.q.shape[1]]))
+    plain_out, plain_state = plain_extend(tokens, state[0, 0])
+    return own_errors(tokens, state, device), [error(plain_out, want[0, :, 0]), error(plain_state, wanted[0, 0])]
+
+
+def own_errors(tokens: Tokens, state: Tensor, device: str) -> list[float]:
+    """Of outputs and of the state, of one row."""
     lengths = torch.tensor([tokens.q.shape[1]])
-    want, wanted = reference.extend(*tokens.double(), state.double(), lengths)
+    want, wanted = reference.extend(*(x.double() for x in tokens), state.double(), lengths)
     states, slots = torch.cat([state, state]).to(device), torch.tensor([1]).to(device)
     there = [x.to(device) for x in tokens]
     out = triton_ops.extend_in_place(*there, states, slots, lengths.to(device), torch.bfloat16).cpu()
-    plain_out, plain_state = plain_extend(tokens, state[0, 0])
-    mine = [error(out, want), error(states[1:].cpu(), wanted)]
-    return mine, [error(plain_out, want[0, :, 0]), error(plain_state, wanted[0, 0])]
+    return [error(out, want), error(states[1:].cpu(), wanted)]
 
 
 def test_errors_are_far_below_those_of_plain_bfloat16(gpu_device: str) -> None:
@@ -155,11 +167,14 @@ def test_keys_that_repeat_and_large_steps(gpu_device: str) -> None:
 
 @pytest.mark.parametrize("field", Tokens._fields)
 def test_nan_stays_in_its_row(field: str, gpu_device: str) -> None:
-    tokens, state = make_tokens(2, 129, (1, 1, 8, 8), seed=7)
-    x = getattr(tokens, field)
-    x[(0, 70, *[0] * (x.dim() - 2))] = torch.nan
-    states, places = torch.cat([state, state]).to(gpu_device), (torch.tensor([2, 1]), torch.tensor([129, 129]))
-    there, where = [x.to(gpu_device) for x in tokens], [x.to(gpu_device) for x in places]
+    check_nan(make_tokens(2, 129, (1, 1, 8, 8), seed=7)[0], field, gpu_device)
+
+
+def check_nan(tokens: Tokens, field: str, device: str) -> None:
+    """One in the second chunk of row 0: heads of 8 x 8."""
+    getattr(tokens, field)[(0, 70, *[0] * (getattr(tokens, field).dim() - 2))] = torch.nan
+    states, places = make_state(3, (1, 1, 8, 8), seed=8).to(device), (torch.tensor([2, 1]), torch.tensor([129, 129]))
+    there, where = [x.to(device) for x in tokens], [x.to(device) for x in places]
     out = triton_ops.extend_in_place(*there, states, *where, torch.bfloat16)
     assert out[0, :64].isfinite().all()
     assert not out[0, 70].isfinite().all()
@@ -179,6 +194,10 @@ class Noted:
 
 
 LONG = [name for _, name in KERNELS[:5]]
+BY_CHANNEL = {name: name for name in LONG} | {
+    "grams_kernel": "channel_products_kernel",
+    "extend_kernel": "channel_extend_kernel",
+}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +224,7 @@ def test_the_shape_and_the_model_choose(
     found.clear()
     by_channel = test_kda_rule.make_tokens(1, num_tokens, heads, seed=9)
     triton_ops.extend_in_place(*by_channel, torch.cat([state, state]), one, one, dtype)
-    assert found == ["channel_extend_kernel"]
+    assert found == [BY_CHANNEL[name] for name in launched]
 
 
 @pytest.mark.fast_cases(1)
