@@ -9,7 +9,6 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.bench import host_time
-from specmamba.bench.stubbed_steps import stubbed
 from specmamba.cuda_graphs import NativeReplay
 
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
@@ -47,11 +46,10 @@ def test_stubbed_steps_do_nothing_but_the_first_one() -> None:
         text = llm.generate("def f(", greedy)[0].token_ids
         for is_chained in (True, False):
             before = llm.engine._chain.stats.num_chained
-            with stubbed(llm.engine, is_chained) as replay:
+            with llm.workbench.stubbed_steps(is_chained) as replay:
                 assert llm.generate("def f(", greedy)[0].token_ids == text[:1] * 12
                 assert replay.num_stubbed == 11
             assert llm.engine._chain.stats.num_chained - before == 11 * is_chained
-        llm.flush_cache()
         assert llm.generate("def f(", greedy)[0].token_ids == text
 
 
