@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_report_of_stubbed_steps(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("needs_native")
 def test_stubbed_steps_do_nothing_but_the_first_one() -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    flags = {"speculative_algorithm": "none", "context_length": 128, "max_running_requests": 1}
+    flags: dict[str, Any] = {"speculative_algorithm": "none", "context_length": 128, "max_running_requests": 1}
     with LLM(dtype="float32", num_threads=1, **flags) as llm:
         text = llm.generate("def f(", greedy)[0].token_ids
         for is_chained in (True, False):
