@@ -6,8 +6,8 @@ Batches of requests decode together. The host time of a step is its time less th
 stretch of steps in which all requests take part; reported are medians over stretches. All settings take turns within a
 round.
 
-With ``--stubbed`` steps do nothing (``Workbench.stubbed_steps``), and the engine works as beside a GPU: chained, or each
-step read first. What a driver takes to launch and to copy is no part of it.
+With ``--stubbed`` steps do nothing (``Workbench.stubbed_steps``), and the engine works as beside a GPU: chained, or
+each step read first. What a driver takes to launch and to copy is no part of it.
 """
 
 from __future__ import annotations
