@@ -6,8 +6,8 @@ Batches of requests decode together. The host time of a step is its time less th
 stretch of steps in which all requests take part; reported are medians over stretches. All settings take turns within a
 round.
 
-With ``--stubbed`` steps do nothing (``stubbed_steps.py``), and the engine works as beside a GPU: chained, or with each
-step read first. What a driver takes to launch and to copy is no part of it.
+With ``--stubbed`` steps do nothing (``Workbench.stubbed_steps``), and the engine works as beside a GPU: chained, or
+each step read first. What a driver takes to launch and to copy is no part of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -116,29 +115,11 @@ def time_steps(llm: LLM, config: HostTimeConfig, setting: Setting) -> Stretch:
     params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=1, ignore_eos=True)
     texts = bundled_texts()
     prompts = [tuple(llm.engine.tokenizer.encode(texts[i % len(texts)].text)) for i in range(size)]
-    with _stubbed(llm, way):
+    with nullcontext() if way not in STUBBED else llm.workbench.stubbed_steps(is_chained=way == STUBBED[0]):
         stretch = run_full_batch(llm, [Job(prompt, params) for prompt in prompts])
     if not (config.stubbed or llm.workbench.replayed_seconds):
         raise ConfigError("no step was replayed by native code: this needs a CPU, and no --disable-cuda-graph")
     return stretch
-
-
-@contextmanager
-def _stubbed(llm: LLM, way: str) -> Iterator[None]:
-    """Let steps do nothing, where that is the way, after one of this kind.
-
-    Raises:
-        ConfigError: no step is captured.
-    """
-    from specmamba.bench.stubbed_steps import stubbed
-
-    if way not in STUBBED:
-        yield
-        return
-    if llm.engine.runner.graph_runner is None or llm.engine.device.type != "cpu":
-        raise ConfigError("--stubbed: no step is captured on a CPU: drop --disable-cuda-graph and --device")
-    with stubbed(llm.engine, is_chained=way == "chained"):
-        yield
 
 
 def named(setting: Setting) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from specmamba.cache.prefix.inspection import CacheStats, Counters
 from specmamba.cache.split import SplitStats
 from specmamba.cache.tiers.tier_stats import TierStats
-from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
+from specmamba.core import ANYONE, ChainStats, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.engine import Engine
 from specmamba.engine.replica_control import ReplicaControl, ReplicaStats
@@ -124,6 +124,7 @@ class FakeStats:
     host: TierStats | None = None  # None: no prefixes in host memory,
     disk: TierStats | None = None  # or on disk,
     store: TierStats | None = None  # or in a store
+    chain: ChainStats | None = None  # None: steps are read where they are launched
     handoffs: HandoffStats | None = None
     replicas: ReplicaStats | None = None
 

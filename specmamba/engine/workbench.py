@@ -18,6 +18,7 @@ from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.recorder import RankRecorder
 from specmamba.draft.sizing.sizer import DraftSizer
+from specmamba.engine.captured.stubbed_steps import StubbedReplay, stubbed
 from specmamba.engine.engine import Engine
 from specmamba.engine.target_reader import OnStates, read_target
 from specmamba.errors import ConfigError, RequestError
@@ -61,6 +62,28 @@ class Workbench:
     def clock(self) -> StepProbe:
         """Times of steps by phase; set ``is_on`` first."""
         return self._engine.runner.probe
+
+    @contextmanager
+    def stubbed_steps(self, is_chained: bool) -> Iterator[StubbedReplay]:
+        """Let captured steps do nothing in this context, but for the first one of a kind.
+
+        The host works as beside a GPU. Texts mean nothing then; the prefix cache is flushed behind them.
+
+        Args:
+            is_chained: a step may be launched before the one before it was read.
+
+        Raises:
+            ConfigError: no step is captured on a CPU.
+        """
+        engine = self._idle_engine()
+        graphs = engine.runner.graph_runner
+        if graphs is None or engine.device.type != "cpu":
+            raise ConfigError("no step is captured on a CPU: drop --disable-cuda-graph, and give --device cpu")
+        try:
+            with stubbed(graphs, is_chained) as replay:
+                yield replay
+        finally:
+            engine.flush_cache()
 
     def use_drafts(self, **flags: object) -> None:
         """Change the way of drafting for all later requests; weights and pools stay.

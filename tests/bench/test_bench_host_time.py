@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.bench import host_time
-from specmamba.bench.stubbed_steps import stubbed
 from specmamba.cuda_graphs import NativeReplay
 
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
@@ -42,16 +42,15 @@ def test_report_of_stubbed_steps(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("needs_native")
 def test_stubbed_steps_do_nothing_but_the_first_one() -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    flags = {"speculative_algorithm": "none", "context_length": 128, "max_running_requests": 1}
+    flags: dict[str, Any] = {"speculative_algorithm": "none", "context_length": 128, "max_running_requests": 1}
     with LLM(dtype="float32", num_threads=1, **flags) as llm:
         text = llm.generate("def f(", greedy)[0].token_ids
         for is_chained in (True, False):
             before = llm.engine._chain.stats.num_chained
-            with stubbed(llm.engine, is_chained) as replay:
+            with llm.workbench.stubbed_steps(is_chained) as replay:
                 assert llm.generate("def f(", greedy)[0].token_ids == text[:1] * 12
                 assert replay.num_stubbed == 11
             assert llm.engine._chain.stats.num_chained - before == 11 * is_chained
-        llm.flush_cache()
         assert llm.generate("def f(", greedy)[0].token_ids == text
 
 

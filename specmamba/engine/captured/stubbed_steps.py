@@ -6,9 +6,11 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from specmamba.cuda_graphs import EagerReplay, NextPart
+from specmamba.engine.captured.graph_runner import StepGraphRunner
 from specmamba.engine.captured.step_inputs import StepInputs
-from specmamba.engine.engine import Engine
 from specmamba.verify.result import StepOutput
 
 
@@ -50,17 +52,15 @@ class StubbedReplay(EagerReplay[StepOutput]):
 
 
 @contextmanager
-def stubbed(engine: Engine, is_chained: bool) -> Iterator[StubbedReplay]:
-    """Let an idle engine, whose steps are captured, do nothing in them but the first one of a kind.
+def stubbed(graphs: StepGraphRunner, is_chained: bool) -> Iterator[StubbedReplay]:
+    """Let the captured steps of an idle engine on a CPU do nothing, but for the first one of a kind.
 
     What it puts out means nothing, and what it leaves in a prefix cache neither.
     """
-    graphs = engine.runner.graph_runner
-    assert graphs is not None
     replay, inputs = graphs.replay, graphs.inputs
     trees, max_nodes = inputs.trees, inputs.forced_output_ids.shape[1]
     graphs.replay = stub = StubbedReplay(is_chained)
-    graphs.inputs = StepInputs(graphs.buckets[-1], max_nodes, engine.device, is_mirrored=True)
+    graphs.inputs = StepInputs(graphs.buckets[-1], max_nodes, torch.device("cpu"), is_mirrored=True)
     graphs.inputs.trees = trees
     try:
         yield stub
