@@ -37,7 +37,6 @@ from specmamba.measure.report import progress_bar
 
 if TYPE_CHECKING:
     from specmamba import LLM
-    from specmamba.cache.tiers.tier_stats import TierStats
 
 HOST_RATIO = 2.0  # of host memory to the pools, unless the flags say something else
 
@@ -93,8 +92,8 @@ def place_name(config: PrefixBenchConfig) -> str:
     return "store" if is_store(config) else "disk"
 
 
-def stats_of_place(llm: LLM) -> TierStats:
-    """The figures of the disk, or of the store, whichever an engine has."""
+def stats_of_place(llm: LLM) -> Any:
+    """The figures of the disk, or of the store, whichever an engine has, as ``EngineStats`` has them."""
     stats = llm.engine.stats()
     found = stats.disk or stats.store
     assert found is not None

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specmamba.bench.prefix.engines import PrefixBenchConfig, sharing_memory, start_elastic_engine, start_engine
 from specmamba.bench.prefix.texts import TextSource
-from specmamba.cache.kv_pool import NO_PAGES, Pages
 from specmamba.errors import ConfigError
 from specmamba.measure.command import in_turns
 from specmamba.measure.full_batch import Job, run_full_batch
@@ -35,7 +35,9 @@ from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specmamba import LLM
-    from specmamba.verify.pools import Pools
+
+Pages = NDArray[np.int64]
+Pools = Any  # of an engine: ``engine.pools``
 
 OWNER = "benchmark"
 PROMPT_TOKENS, STEP_TOKENS = 128, 128  # of each request whose steps are measured
@@ -107,7 +109,6 @@ def _figures(to: str, kind: str, count: int, moves: list[_Move]) -> dict[str, An
 
 def _counts(pools: Pools) -> Iterator[int]:
     """Slots of moves: powers of two, as far as a quarter of the pools allows."""
-    assert pools.split is not None
     bounds = pools.split.bounds
     most = min(MOST_SLOTS, bounds.pool_bytes // 4 // bounds.slot_bytes)
     count = 1
@@ -119,7 +120,6 @@ def _counts(pools: Pools) -> Iterator[int]:
 def _there_and_back(pools: Pools, count: int, is_held: bool) -> tuple[_Move | None, _Move | None]:
     """Move so many slots from KV to states, then back; None where these pools have no memory for it."""
     split = pools.split
-    assert split is not None
     split.restore()
     split.gain_pages(split.spare_bytes // split.bounds.page_bytes, pools.states.num_free)  # so that no memory is spare
     there = _timed(pools, lambda: split.gain_slots(count, 0), _HeldPages(pools) if is_held else None)
@@ -135,7 +135,6 @@ def _there_and_back(pools: Pools, count: int, is_held: bool) -> tuple[_Move | No
 def _timed(pools: Pools, move: Callable[[], bool], holder: _HeldPages | _HeldSlots | None) -> _Move | None:
     """Time a move while a holder, if there is one, stands on what goes."""
     split = pools.split
-    assert split is not None
     bounds = split.bounds
     if holder is not None:
         split.followers.append(holder)
@@ -172,12 +171,11 @@ class _HeldPages:
     """Holds the upper half of all pages, so that those at the end move."""
 
     pools: Pools
-    pages: Pages = field(default_factory=lambda: NO_PAGES)
+    pages: Pages = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def hold(self) -> None:
         allocator = self.pools.kv.allocator
         pages = allocator.allocate(allocator.num_free)
-        assert pages is not None
         pages = np.sort(pages)
         allocator.release(pages[: len(pages) // 2], pinned=True)
         self.pages = pages[len(pages) // 2 :]
@@ -204,9 +202,8 @@ class _HeldSlots:
         states = self.pools.states
         slots = [states.reserve(OWNER) for _ in range(states.num_free)]
         for slot in slots[: -self.count]:  # the lowest are given first
-            assert slot is not None
             states.free(slot, OWNER)
-        self.slots = {slot for slot in slots[-self.count :] if slot is not None}
+        self.slots = set(slots[-self.count :])
 
     def release(self) -> None:
         for slot in self.slots:

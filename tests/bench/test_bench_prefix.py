@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +25,12 @@ from specmamba.bench.prefix.run import Answer, Play
 from specmamba.bench.prefix.splits import measure_swing
 from specmamba.bench.prefix.texts import SPREAD, Oracle, TextSource, oracle_hits, read_source
 from specmamba.bench.prefix.workloads import Ask, Tokens, make_workload
+from specmamba.cache.tiers.store import object_store
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import parse_command_line
 from specmamba.models.text.tokenizer import Tokenizer
+from tests.cache.store.memory_store import StoreMemory, library_on
 from tests.tiny import write_tiny_checkpoint
 
 EXACT = ["--device", "cpu", "--num-threads", "1", "--chunked-prefill-size", "32"]
@@ -325,7 +328,7 @@ def test_report_of_times_and_costs(
     assert disk["cached_tokens"] == 96  # the last three tokens are not worth a state
     assert (disk["lost_writes"], disk["different_texts"]) == (0, 0)
     assert disk["written_bytes_per_token"] > 0
-    for kind in ("writing", "memory", "host", "disk", "disk_dropped"):
+    for kind in ("writing", "memory", "host", "disk", "disk_dropped", "restart"):
         assert 0 < disk[f"{kind}_ratio_range"][0] <= disk[f"{kind}_ratio"] <= disk[f"{kind}_ratio_range"][1]
     writing = report["writing"]
     assert writing["written_bytes"] > 10 * writing["prompt_tokens"]
@@ -502,11 +505,34 @@ def test_a_text_of_a_few_words_is_refused(tmp_path: Path, tiny: Path, capsys: py
     assert "are too few" in capsys.readouterr().err
 
 
+def test_a_store_is_measured_in_place_of_a_disk(
+    tmp_path: Path, tiny: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each engine has a key of its own; the one that measures a restart has that of the engine before it."""
+    memory, key = StoreMemory(), tmp_path / "key"
+    key.write_text("a key that all servers have")
+    library = library_on(memory)
+    monkeypatch.setattr(object_store, "import_module", lambda name: library)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        extra = {"master_server_address": f"127.0.0.1:{listener.getsockname()[1]}", "local_buffer_size": "32mb"}
+        flags = ["--hicache-storage-backend", "mooncake", "--hicache-storage-key-file", str(key), "--rounds", "1"]
+        flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
+        found = [run(tmp_path, tiny, text_file, "--workloads", "disk", *flags)["disk"] for _ in range(2)]
+    for disk in found:
+        assert (disk["place"], disk["different_texts"], disk["lost_writes"]) == ("store", 0, 0)
+        assert disk["cached_tokens"] == 96  # the restarted engine's too
+        assert disk["written_bytes_per_token"] > 0  # nothing of another run was found, though its prompts are the same
+        assert {name.removesuffix("_ratio") for name in disk if name.endswith("_ratio")} == {
+            *("writing", "memory", "host", "store", "restart", "evict")
+        }
+    assert "from the store, after a restart" in capsys.readouterr().out
+
+
 def test_swing_compares_splits_of_one_memory(
     tmp_path: Path, tiny: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--workloads", "swing", "--swing-tokens", "1200", "--swing-chats", "3", "--swing-documents", "2"]
-    flags += ["--swing-document-tokens", "70", "--max-running-requests", "4"]
+    flags += ["--swing-document-tokens", "70", "--max-running-requests", "4", "--swing-rounds", "2"]
     swing = run(tmp_path, tiny, text_file, *flags)["swing"]
     assert swing["different_texts"] == 0
     assert [*swing["splits"]] == ["0.1", "0.3", "0.9", "2.7", "elastic"]
@@ -516,6 +542,8 @@ def test_swing_compares_splits_of_one_memory(
         fixed = [figures[half] for name, figures in swing["splits"].items() if name != "elastic"]
         assert swing[half]["best_fixed_hit_tokens"] == max(each["hit_tokens"] for each in fixed)
         assert {each["prompt_tokens"] for each in fixed} == {swing["splits"]["elastic"][half]["prompt_tokens"]}
+        speed = swing[half]["speed_over_best"]
+        assert 0 < speed["range"][0] <= speed["median"] <= speed["range"][1]
     assert "swing: the line between elastic pools moved" in capsys.readouterr().out
 
 
