@@ -235,6 +235,9 @@ class FakeEngine:
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Nothing is lost."""
 
+    def when_due(self, callback: Callable[[], None]) -> None:
+        """Nothing is ever due."""
+
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None):
             self.aborted.append(request_id)

@@ -29,6 +29,7 @@ class ReadyReplica:
     """A replica that has loaded its model."""
 
     index: int
+    generation: int  # of its process: how many were started for this index, up to it
     link: Messages
     pid: int
     constants: dict[str, Any]
@@ -43,6 +44,7 @@ class ReplicaProcess:
     def __init__(
         self,
         task: ReplicaTask,
+        next_generation: Callable[[], int],
         on_ready: Callable[[ReadyReplica], None],
         on_gone: Callable[[ReplicaProcess, str], None],
         launch: Launch = ChildReplica,
@@ -52,6 +54,8 @@ class ReplicaProcess:
 
         Args:
             task: of the replica.
+            next_generation: returns the number of each process that is started for this index. Process ids do not
+                tell them apart: the system gives them out again, and those of other machines are its own.
             on_ready: called on the thread with each replica that is ready.
             on_gone: called on the thread with this object and the reason when it cannot be started (any more).
             launch: starts it, each time.
@@ -59,8 +63,9 @@ class ReplicaProcess:
         """
         self.index = task.index
         self._task, self._on_ready, self._on_gone, self._launch = task, on_ready, on_gone, launch
-        self._after = after
+        self._after, self._next_generation = after, next_generation
         self._process: Launched | None = None
+        self._generation = 0  # of the process
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the process between its start and the end of all
         self._thread = threading.Thread(target=self._run, name=f"replica-{task.index}", daemon=True)
@@ -72,14 +77,14 @@ class ReplicaProcess:
         after = self._after
         return not self._thread.is_alive() and (after is None or after.has_ended)
 
-    def has(self, pid: int) -> bool:
-        """Whether its process is the one with this id."""
-        return self._process is not None and self._process.pid == pid
+    def has(self, generation: int) -> bool:
+        """Whether its process is the one of this generation."""
+        return self._process is not None and self._generation == generation
 
-    def kill(self, pid: int) -> None:
-        """Kill the process, if it is still the one with this id."""
+    def kill(self, generation: int) -> None:
+        """Kill the process, if it is still the one of this generation."""
         with self._lock:
-            if self._process is not None and self._process.pid == pid:
+            if self._process is not None and self._generation == generation:
                 self._process.kill()
 
     def start_no_more(self) -> None:
@@ -153,6 +158,7 @@ class ReplicaProcess:
             if self._closing.is_set():
                 raise OSError("the server ends")
             self._process = process = self._launch(self._task)
+            self._generation = self._next_generation()
         return process
 
     def _watch(self, process: Launched, link: Messages) -> str | None:
@@ -163,7 +169,7 @@ class ReplicaProcess:
         except (OSError, ValueError) as error:
             message = {"failed": f"it says nothing that can be read: {error}"}
         if message is not None and "ready" in message:
-            self._on_ready(ReadyReplica(self._task.index, link, process.pid, message["ready"]))
+            self._on_ready(ReadyReplica(self._task.index, self._generation, link, process.pid, message["ready"]))
             process.wait()
             return None
         link.close()
