@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from specmamba.cluster.application_watch import http_url
 from specmamba.cluster.cluster_config import ClusterConfig, config_of_args, kinds_of, named
 from specmamba.errors import ConfigError
 from specmamba.flags.near_names import did_you_mean
@@ -208,7 +209,10 @@ def plan_rows(deployment: DeploymentFile, config: ClusterConfig) -> list[tuple[s
     rows = [
         ("application", deployment.name),
         ("Ray", deployment.ray_address or "a cluster of this machine, started and ended with the command"),
-        ("address", f"http://{deployment.http.host}:{deployment.http.port}, on every machine with a proxy"),
+        (
+            "address",
+            f"{http_url(deployment.http.host, deployment.http.port)}, unless Ray Serve has another one already",
+        ),
         ("model", config.model_name if config.model is None else config.model),
         ("replicas", number),
         ("each", f"{config.replica_cpus:g} CPUs, {gpus}"),

@@ -167,3 +167,10 @@ def test_what_stays_needs_a_cluster_that_stays(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(deploy_command, "require_ray", lambda: None)
     with pytest.raises(ConfigError, match="--stay: a cluster of this command ends with it"):
         deploy_command.main([str(written(tmp_path, "replicas: 1")), "--stay"])
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "inf", "nan", "soon"])
+def test_a_time_is_a_number_of_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        deploy_command.main([str(written(tmp_path, "replicas: 1")), f"--timeout={given}"])
+    assert "this is a number of seconds above 0" in capsys.readouterr().err

@@ -150,6 +150,31 @@ def test_a_text_goes_where_its_beginning_is(both: ReplicatedEngine) -> None:
     assert finish(both)["2"][-1].num_cached_tokens == 0
 
 
+def test_a_hot_prefix_does_not_starve_the_other_replica(plain: Engine, both: ReplicatedEngine) -> None:
+    """All want the replica with the prefix: it gets them as long as that is quicker, then the other one does too."""
+    hot = "a prompt of a system that all requests have in front, and that one replica has computed. " * 6
+    add(both, 0, prompt=hot)
+    first = both._courses["0"].replica
+    assert first is not None
+    finish(both)
+    chosen = []
+    for engine in (both, plain):
+        for number in range(12):
+            add(engine, number, prompt=f"{hot}{number}", max_tokens=24)
+            if engine is both:
+                chosen.append(both._courses[str(number)].replica)
+    assert chosen[:2] == [first, first]  # not in turn
+    assert min(chosen.count(0), chosen.count(1)) >= 3
+    found = finish(both)
+    assert outputs(found) == outputs(finish(plain))
+    cached = {number: found[str(number)][-1].num_cached_tokens for number in range(12)}
+    assert min(cached[number] for number in range(12) if chosen[number] == first) > 60
+    add(both, 0, prompt=f"{hot}again")
+    add(both, 1, prompt=f"{hot}and again")
+    assert {course.replica for course in both._courses.values()} == {0, 1}  # both have it now
+    assert min(deltas[-1].num_cached_tokens for deltas in finish(both).values()) > 60
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 1, "prompt_logprobs": 1}])
 def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine, params: dict[str, Any]) -> None:
     for engine in (plain, both):
