@@ -21,6 +21,7 @@ from specmamba.errors import ConfigError, QueueFullError, ReplicaStateError, Req
 from specmamba.grammar import GrammarCompiler
 from specmamba.replicas import replica_launch, replica_links, replica_process, replica_tasks
 from specmamba.replicas.course import MAX_MOVES
+from specmamba.replicas.placement import RUNNING_COST
 from specmamba.replicas.replica_tasks import check_count, tasks_of
 from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
 from specmamba.sampling_params import GrammarSpec, SamplingParams
@@ -158,21 +159,19 @@ def test_a_hot_prefix_does_not_starve_the_other_replica(plain: Engine, both: Rep
     assert first is not None
     finish(both)
     chosen = []
-    for engine in (both, plain):
-        for number in range(12):
-            add(engine, number, prompt=f"{hot}{number}", max_tokens=24)
-            if engine is both:
-                chosen.append(both._courses[str(number)].replica)
+    for number in range(12):
+        add(both, number, prompt=f"{hot}{number}", max_tokens=24)
+        chosen.append(both._courses[str(number)].replica)
+    queued = {index: work.queued_tokens for index, work in both._work().items()}
     assert chosen[:2] == [first, first]  # not in turn
-    assert min(chosen.count(0), chosen.count(1)) >= 3
+    assert chosen.count(1 - first) >= 2
+    assert abs(queued[0] - queued[1]) <= len(both.tokenizer.encode(hot)) + 2 * RUNNING_COST
     found = finish(both)
+    for number in range(12):
+        add(plain, number, prompt=f"{hot}{number}", max_tokens=24)
     assert outputs(found) == outputs(finish(plain))
     cached = {number: found[str(number)][-1].num_cached_tokens for number in range(12)}
     assert min(cached[number] for number in range(12) if chosen[number] == first) > 60
-    add(both, 0, prompt=f"{hot}again")
-    add(both, 1, prompt=f"{hot}and again")
-    assert {course.replica for course in both._courses.values()} == {0, 1}  # both have it now
-    assert min(deltas[-1].num_cached_tokens for deltas in finish(both).values()) > 60
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 1, "prompt_logprobs": 1}])
