@@ -66,6 +66,7 @@ class ReplicaProcess:
         self._after, self._next_generation = after, next_generation
         self._process: Launched | None = None
         self._generation = 0  # of the process
+        self._is_ready = False  # likewise: it has something to finish
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the process between its start and the end of all
         self._thread = threading.Thread(target=self._run, name=f"replica-{task.index}", daemon=True)
@@ -92,11 +93,11 @@ class ReplicaProcess:
         self._closing.set()
 
     def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Start it no more; the process ends with its connection, or is killed after a time."""
+        """Start it no more; the process ends with its connection, or is killed after a time, while it loads at once."""
         self.start_no_more()
         process = self._process
         if process is not None:
-            process.wait(timeout_s)
+            process.wait(timeout_s if self._is_ready else 0.0)
             process.kill()
         self._thread.join(END_TIMEOUT_S)
         if (after := self._after) is not None:
@@ -157,7 +158,7 @@ class ReplicaProcess:
         with self._lock:
             if self._closing.is_set():
                 raise OSError("the server ends")
-            self._process = process = self._launch(self._task)
+            self._process, self._is_ready = (process := self._launch(self._task)), False
             self._generation = self._next_generation()
         return process
 
@@ -169,6 +170,7 @@ class ReplicaProcess:
         except (OSError, ValueError) as error:
             message = {"failed": f"it says nothing that can be read: {error}"}
         if message is not None and "ready" in message:
+            self._is_ready = True
             self._on_ready(ReadyReplica(self._task.index, self._generation, link, process.pid, message["ready"]))
             process.wait()
             return None

@@ -22,7 +22,7 @@ import pytest
 
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
-from tests.fake_engine import wait_until
+from tests.fake_engine import streamed, wait_until
 from tests.replicas.test_replicated_engine import FLAGS, add, finish, is_alive, outputs
 
 pytestmark = [
@@ -85,15 +85,15 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def environment_of(folder: str) -> dict[str, str]:
-    """The environment of a Ray with two CPUs that keeps its files in a folder."""
+def environment_of(folder: str, num_cpus: int = 2) -> dict[str, str]:
+    """The environment of a Ray with so many CPUs that keeps its files in a folder."""
     return {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
+        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": num_cpus}),
     }
 
 
@@ -166,31 +166,15 @@ def both(cluster: Cluster) -> Cluster:
 def body_of(number: int, **changes: Any) -> dict[str, Any]:
     prompt = f"def task_{number}(values):\n    # sorts the values and returns them\n    "
     sampled = {"temperature": 0.8, "seed": 7} if number % 2 else {"temperature": 0.0}
-    return {"prompt": prompt, "max_tokens": 48, "ignore_eos": True, "stream": True, **sampled, **changes}
+    return {"prompt": prompt, "max_tokens": 48, "ignore_eos": True, **sampled, **changes}
 
 
-def streamed(http: httpx.Client, body: dict[str, Any], on_text: Any = None) -> tuple[str, int]:
-    """The text of a stream, and the tokens that its usage counts."""
-    text, count = "", 0
-    with http.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            text += "".join(choice["text"] for choice in event["choices"])
-            count = event["usage"]["completion_tokens"] if event.get("usage") else count
-            if text and on_text is not None:
-                on_text = on_text()
-    return text, count
-
-
-def expected_of(plain: Engine, max_tokens: int) -> list[tuple[str, int]]:
+def expected_of(plain: Engine, max_tokens: int) -> list[tuple[str, list[int]]]:
+    """The texts and tokens of one engine, for ``body_of`` 0 to 3."""
     for number in range(4):
         sampled: dict[str, Any] = {"temperature": 0.8, "seed": 7} if number % 2 else {}
         add(plain, number, max_tokens=max_tokens, **sampled)
-    return [(text, len(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
+    return [(text, list(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
 
 
 def test_texts_are_those_of_one_engine(plain: Engine, both: Cluster) -> None:
@@ -232,6 +216,27 @@ def test_a_text_goes_where_its_beginning_is(both: Cluster) -> None:
     assert min(len(part.splitlines()) for part in trees.split("replica ")[1:]) > 2  # one text on each
     for number in (1, 0, 1):
         assert cached(f"{number}{long} And more {number}") > 100
+
+
+def test_a_hot_prefix_does_not_starve_the_other_replica(both: Cluster) -> None:
+    hot = "a prompt of a system that all requests have in front, and that one replica has computed. " * 6
+
+    def ask(tail: str) -> int:
+        answer = both.http.post("/v1/completions", json={"prompt": hot + tail, "max_tokens": 400, "ignore_eos": True})
+        usage: dict[str, Any] = answer.raise_for_status().json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def running() -> list[int]:
+        time.sleep(0.1)
+        found = both.http.get("/replicas", headers=OPERATOR).raise_for_status().json()["replicas"]
+        return [each["num_requests"] for each in found]
+
+    assert ask("first") == 0
+    with ThreadPoolExecutor(12) as clients:
+        asking = [clients.submit(ask, str(number)) for number in range(12)]
+        wait_until(lambda: min(running()) >= 2, timeout_s=60)
+        cached = [future.result() for future in asking]
+    assert len([number for number in cached if number > 60]) >= 6  # most went where it was
 
 
 def test_the_rest_of_the_server_is_there(both: Cluster) -> None:

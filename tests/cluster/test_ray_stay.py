@@ -27,8 +27,8 @@ from tests.cluster.test_ray_serve import (
     environment_of,
     expected_of,
     free_port,
-    streamed,
 )
+from tests.fake_engine import streamed
 from tests.replicas.test_replicated_engine import FLAGS, is_alive
 
 pytestmark = [

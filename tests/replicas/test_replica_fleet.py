@@ -23,11 +23,13 @@ class Launched:
     def __init__(self, pid: int) -> None:
         self.pid, self._ended = pid, threading.Event()
         self._messages: list[dict[str, Any]] = [{"ready": {}}]
+        self.loads = threading.Event()  # it is waited for
 
     def connection(self) -> Any:
         return self
 
     def receive(self) -> dict[str, Any] | None:
+        self.loads.set()
         return self._messages.pop() if self._messages else None
 
     def close(self) -> None: ...
@@ -99,3 +101,25 @@ def test_processes_with_one_id_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     fleet.start_no_more()
     launched[2].finish()
     fleet.close()
+
+
+class Loading(Launched):
+    """A replica that loads until it is killed."""
+
+    def receive(self) -> dict[str, Any] | None:
+        self.loads.set()
+        self._ended.wait()
+        return None
+
+    def kill(self) -> None:
+        self._ended.set()
+
+
+def test_one_that_loads_is_not_waited_for_at_the_end() -> None:
+    launched = Loading(77)
+    fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], lambda _: launched)
+    fleet.start(0)
+    assert launched.loads.wait(5)
+    began = time.monotonic()
+    fleet.close()
+    assert time.monotonic() - began < replica_process.END_TIMEOUT_S / 2

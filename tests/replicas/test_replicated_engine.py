@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from specmamba.replicas.replica_tasks import check_count, tasks_of
 from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 from specmamba.server_config import ServerConfig
-from tests.fake_engine import serving, wait_until
+from tests.fake_engine import serving, streamed, wait_until
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -192,6 +194,24 @@ def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine,
         told = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
         assert len(told) == (1 if params else 0)
         assert len([p for delta in deltas for p in delta.logprobs]) == (200 if params else 0)
+
+
+def test_a_client_gets_every_token_once(plain: Engine, both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams over HTTP, of which some move when their replica is killed."""
+    for number in range(4):
+        add(plain, number, max_tokens=200, temperature=0.8 if number % 2 else 0.0, seed=7)
+    expected = [(text, list(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
+    monkeypatch.setattr(both, "close", lambda: None)  # the other tests use it too
+    pid = both._links.ready[0].pid
+    with serving(both, dp_size=2) as served, ThreadPoolExecutor(4) as clients:
+        running = []
+        for number in range(4):
+            sampled = {"temperature": 0.8, "seed": 7} if number % 2 else {"temperature": 0.0}
+            body = {"prompt": PROMPTS[number], "max_tokens": 200, "ignore_eos": True, **sampled}
+            kill = None if number else partial(os.kill, pid, signal.SIGKILL)
+            running.append(clients.submit(streamed, served.http, body, kill))
+        assert [future.result() for future in running] == expected
+        wait_until(lambda: 'replica_starts_total{replica="0"} 2.0' in served.http.get("/metrics").text, timeout_s=60)
 
 
 def test_a_drained_replica_hands_its_requests_on_and_comes_back(plain: Engine, both: ReplicatedEngine) -> None:
