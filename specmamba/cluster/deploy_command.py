@@ -104,7 +104,7 @@ def _deploy(deployment: DeploymentFile, config: ClusterConfig, address: str, opt
     watch, start, is_deployed = None, None, False
     try:
         _end_at_signals(ended)  # Ray has handlers of its own, which end the process at once
-        serve.start(http_options={"host": deployment.http.host, "port": deployment.http.port})
+        _start_serve(serve, deployment)
         watch = ApplicationWatch(serve, name, options.timeout)
         start = Start(lambda: serve.run(application_of(config), name=name, route_prefix="/"))
         if (failure := start.wait(watch)) is not None:
@@ -119,6 +119,16 @@ def _deploy(deployment: DeploymentFile, config: ClusterConfig, address: str, opt
         if start is not None:
             start.join()
         ray.shutdown()
+
+
+def _start_serve(serve: Any, deployment: DeploymentFile) -> None:
+    """Start Ray Serve, unless it runs. Raises ConfigError: it cannot listen where the file says."""
+    http = deployment.http
+    try:
+        serve.start(http_options={"host": http.host, "port": http.port})
+    except Exception as error:  # noqa: BLE001 -- an actor of Ray has raised it, and Ray wraps it
+        reason = str(error).strip().rpartition("\n")[2]
+        raise ConfigError(f"http: Ray Serve does not start at {http_url(http.host, http.port)}: {reason}") from None
 
 
 class Start:

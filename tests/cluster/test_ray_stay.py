@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -119,3 +120,13 @@ def test_what_stays_is_reached_where_ray_serve_listens(head: Head) -> None:
     assert f"already, and listens at http://127.0.0.1:{head.port}: http has no effect" in done.stderr
     with httpx.Client(base_url=f"http://127.0.0.1:{head.port}", timeout=120) as http:
         assert streamed(http, body_of(0)) == expected_of(Engine(EngineConfig(**FLAGS)), 48)[0]
+
+
+def test_an_address_that_is_taken_is_an_error() -> None:
+    """Of a cluster of its own, which ends with it."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, socket.create_server(("127.0.0.1", 0)) as taken:
+        environment, port = environment_of(folder), int(taken.getsockname()[1])
+        environment.pop("RAY_ADDRESS", None)
+        done = Head(port, Path(folder), environment).deploy(ray_address=None, http={"port": port})
+    assert done.returncode == 2
+    assert f"http: Ray Serve does not start at http://127.0.0.1:{port}: RuntimeError: Failed to bind" in done.stderr

@@ -202,16 +202,17 @@ def test_a_client_gets_every_token_once(plain: Engine, both: ReplicatedEngine, m
         add(plain, number, max_tokens=200, temperature=0.8 if number % 2 else 0.0, seed=7)
     expected = [(text, list(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
     monkeypatch.setattr(both, "close", lambda: None)  # the other tests use it too
-    pid = both._links.ready[0].pid
+    killed = both._links.ready[0]
     with serving(both, dp_size=2) as served, ThreadPoolExecutor(4) as clients:
         running = []
         for number in range(4):
             sampled = {"temperature": 0.8, "seed": 7} if number % 2 else {"temperature": 0.0}
             body = {"prompt": PROMPTS[number], "max_tokens": 200, "ignore_eos": True, **sampled}
-            kill = None if number else partial(os.kill, pid, signal.SIGKILL)
+            kill = None if number else partial(os.kill, killed.pid, signal.SIGKILL)
             running.append(clients.submit(streamed, served.http, body, kill))
         assert [future.result() for future in running] == expected
-        wait_until(lambda: 'replica_starts_total{replica="0"} 2.0' in served.http.get("/metrics").text, timeout_s=60)
+        started = f'replica_starts_total{{replica="0"}} {killed.generation + 1}.0'
+        wait_until(lambda: started in served.http.get("/metrics").text, timeout_s=60)
 
 
 def test_a_drained_replica_hands_its_requests_on_and_comes_back(plain: Engine, both: ReplicatedEngine) -> None:
