@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -202,7 +203,8 @@ def test_a_replica_that_is_killed_in_mid_stream_changes_no_text(plain: Engine, b
         ]
         found = [future.result() for future in running]
     assert found == expected_of(plain, 400)
-    wait_until(lambda: f"(process {actors[0]}) is lost" in both.log.read_text("utf8", "replace"), timeout_s=60)
+    lost = re.compile(rf"\(process {actors[0]}, start \d+\) is lost")
+    wait_until(lambda: lost.search(both.log.read_text("utf8", "replace")), timeout_s=60)
     wait_until(lambda: len(both.processes()) == 2, timeout_s=START_TIMEOUT_S)
     assert actors[0] not in both.processes()
 
@@ -260,7 +262,7 @@ def test_the_rest_of_the_server_is_there(both: Cluster) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(both: Cluster) -> None:
-    with both.http.stream("POST", "/v1/completions", json=body_of(0, max_tokens=900)) as answer:
+    with both.http.stream("POST", "/v1/completions", json=body_of(0, max_tokens=900, stream=True)) as answer:
         lines = answer.iter_lines()  # whose end would close the connection
         next(lines)
         wait_until(lambda: both.info()["stats"]["num_running"] == 1, timeout_s=60)
