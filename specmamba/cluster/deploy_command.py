@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -108,7 +109,7 @@ def _deploy(deployment: DeploymentFile, config: ClusterConfig, address: str, opt
         watch = ApplicationWatch(serve, name, options.timeout)
         start = Start(lambda: serve.run(application_of(config), name=name, route_prefix="/"))
         if (failure := start.wait(watch)) is not None:
-            logger.error("%s %s", name, failure)
+            _tell_failure(name, failure)
             return 1
         is_deployed = True
         print(_ready_line(name, _reached_at(deployment)), flush=True)
@@ -165,6 +166,11 @@ class Start:
                 return None if self._error is None else f"has not started: {first_line(self._error)}"
 
 
+def _tell_failure(name: str, failure: str) -> None:
+    """Print why an application is given up; not as a log, which would make one line of Ray's pages."""
+    print(f"{PROG}: {name} {failure}", file=sys.stderr)
+
+
 def _ready_line(name: str, urls: list[str]) -> str:
     where = f"at {', '.join(urls)}" if urls else "but Ray Serve takes no HTTP in this cluster"
     return f"specmamba: ready {where} (application: {name})"
@@ -205,7 +211,7 @@ def wait_for_end(watch: ApplicationWatch, name: str, ended: threading.Event) -> 
     with suppress(KeyboardInterrupt):
         while not ended.wait(_LOOK_S):
             if (failure := watch.look()) is not None:
-                logger.error("%s %s", name, failure)
+                _tell_failure(name, failure)
                 return 1
     return 0
 

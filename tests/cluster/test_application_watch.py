@@ -125,11 +125,11 @@ def test_a_cluster_that_is_gone_is_noticed() -> None:
     assert scene.look() == "cannot be seen any more: no head"
 
 
-def test_the_command_ends_with_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_command_ends_with_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     scene = Scene()
-    scene.serve.say(Status.DEPLOY_FAILED, "no room")
+    scene.serve.say(Status.DEPLOY_FAILED, "no room,\nnowhere")
     assert wait_for_end(scene.watch, "it", threading.Event()) == 1
-    assert [record.getMessage() for record in caplog.records] == ["it has failed: no room"]
+    assert capsys.readouterr().err == "specmamba deploy: it has failed: no room,\nnowhere\n"
 
 
 def test_a_signal_ends_the_command() -> None:

@@ -24,6 +24,7 @@ from specmamba.engine.engine import Engine
 from tests.cluster.test_ray_serve import (
     END_TIMEOUT_S,
     OPERATOR,
+    SERVER,
     START_TIMEOUT_S,
     Cluster,
     body_of,
@@ -139,6 +140,16 @@ def test_one_is_drained_in_mid_stream(deployed: Cluster, expected: list[tuple[st
     wait_until(lambda: states_of(deployed).count("ready") == 1, timeout_s=END_TIMEOUT_S)
     assert deployed.http.post(f"/replicas/{drained}/resume", headers=OPERATOR).json()["held"] is False
     wait_until(lambda: sorted(states_of(deployed)) == ["off", "off", "ready"], timeout_s=START_TIMEOUT_S)
+
+
+def test_what_is_unhealthy_is_told(deployed: Cluster) -> None:
+    """Ray starts another server, with its replicas, and the command goes on."""
+    (server,) = deployed.processes(SERVER)
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: "it is unhealthy: The deployments ['specmamba']" in deployed.log.read_text(), timeout_s=60)
+    wait_until(lambda: "it is ready again" in deployed.log.read_text(), timeout_s=START_TIMEOUT_S)
+    wait_for_start(deployed)
+    assert deployed.process.poll() is None
 
 
 def test_a_signal_ends_all(deployed: Cluster) -> None:
