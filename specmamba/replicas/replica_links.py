@@ -227,16 +227,21 @@ class ReplicaLinks:
         self._fleet.start_no_more()
         for index in list(self.ready):
             self.tell(index, {"do": "close"})
+        self._close_arrivals()  # whose processes end with that
         self._fleet.close()
         self._close_links()
 
-    def _close_links(self) -> None:
-        """Close the connections, those of replicas that were not taken in too."""
+    def _close_arrivals(self) -> None:
+        """Close the connections of replicas that were not taken in."""
         with suppress(Empty):
             while True:
                 arrival = self._fleet.arrivals.get_nowait()
                 if isinstance(arrival, ReadyReplica):
                     arrival.link.close()
+
+    def _close_links(self) -> None:
+        """Close all connections."""
+        self._close_arrivals()
         for replica in self.ready.values():
             replica.link.close()
         self.ready.clear()

@@ -92,12 +92,13 @@ class ReplicaProcess:
         """Let the end of the process be the last one."""
         self._closing.set()
 
-    def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Start it no more; the process ends with its connection, or is killed after a time, while it loads at once."""
         self.start_no_more()
         process = self._process
         if process is not None:
-            process.wait(timeout_s if self._is_ready else 0.0)
+            most_s = END_TIMEOUT_S if timeout_s is None else timeout_s
+            process.wait(most_s if self._is_ready else 0.0)
             process.kill()
         self._thread.join(END_TIMEOUT_S)
         if (after := self._after) is not None:

@@ -477,6 +477,19 @@ def test_replicas_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_a_replica_that_was_not_taken_in_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has become ready where no request runs: the server has not looked since."""
+    monkeypatch.setattr(replica_process, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(replica_process, "END_TIMEOUT_S", 60.0)
+    engine = ReplicatedEngine(ServerConfig(dp_size=2, **FLAGS))
+    os.kill(engine._links.ready[1].pid, signal.SIGKILL)
+    wait_until(lambda: not engine._fleet.arrivals.empty(), timeout_s=120)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
 def test_replicas_of_two_ranks(plain: Engine) -> None:
     engine = ReplicatedEngine(ServerConfig(dp_size=2, tp_size=2, **FLAGS))
     try:
