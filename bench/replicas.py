@@ -1,13 +1,14 @@
 """Several replicas behind one port beside one server: conversations whose turns go back to what was computed before.
 
     python -m specmamba.bench.replicas [--model DIR] [--json FILE] [--dp-size 2] [--clients 6] [--turns 5] [--rounds 3]
-        [any engine flag]
+        [--ray] [any engine flag]
 
-One server, N replicas that get requests by prefix, and N that get them in turn run on this machine; only one of them
-works at a time, and all take turns within a round, with empty caches. Every client holds a conversation: each turn is
-the text so far, its answer and a new question. Reported are medians over rounds: tokens of prompts that were resumed,
-time to the first token, tokens per second, and for one client alone the time between two events, with which N replicas
-show what passing tokens on costs. Replicas share the cores of this machine, so speed says little about machines of
+One server, N replicas that get requests by prefix, and N that get them in turn run on this machine, with --ray also N
+behind Ray Serve (specmamba[scale]); only one of them works at a time, and all take turns within a round, with empty
+caches. Every client holds a conversation: each turn is the text so far, its answer and a new question. Reported are
+medians over rounds: tokens of prompts that were resumed, time to the first token, tokens per second, and for one client
+alone the time between two events, and from one token to the next; what that is more than with one server in the same
+round is what passing a token on costs. Replicas share the cores of this machine, so speed says little about machines of
 their own; hits do not depend on it.
 """
 
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from specmamba.bench.ray_deployment import ray_deployment
 from specmamba.bench.serving.events import events_of
 from specmamba.bench.serving.server import signals_end_the_context
 from specmamba.bench.soak.server import ServerProcess, server_process
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 PROG = "python -m specmamba.bench.replicas"
 ONE, BY_PREFIX, IN_TURN = "one server", "replicas, by prefix", "replicas, in turn"
+ON_RAY = "replicas, on Ray Serve"
 QUESTION = "\n# And now the same for the next case, with a comment on each line.\n"
 
 
@@ -59,6 +62,9 @@ class ReplicasBenchConfig(JsonOption):
     rounds: Annotated[Count, Field(description="rounds of all servers; medians over them are reported")] = 3
     max_tokens: Annotated[Count, Field(description="new tokens of every turn")] = 64
     beginning: Annotated[Count, Field(description="characters of the first turn")] = 2000
+    ray: Annotated[bool, Field(description="also measure replicas behind Ray Serve, on a cluster of this machine")] = (
+        False
+    )
     startup_timeout: Annotated[
         float, Field(gt=0, allow_inf_nan=False, description="seconds that each server may take to load")
     ] = 600.0
@@ -73,6 +79,7 @@ class Turn:
     tokens: int
     first_s: float
     gaps: tuple[float, ...]  # between two events
+    per_token_s: float  # behind the first event
     text: str
 
 
@@ -89,16 +96,17 @@ def run(config: ReplicasBenchConfig) -> dict[str, Any]:
     """
     require("httpx", PROG)
     several = ("--dp-size", str(config.dp_size), "--dp-placement")
-    ways = {ONE: (), BY_PREFIX: (*several, "prefix"), IN_TURN: (*several, "round_robin")}
+    flags = {ONE: (), BY_PREFIX: (*several, "prefix"), IN_TURN: (*several, "round_robin")}
+    ways = [*flags, *([ON_RAY] if config.ray else [])]
     engine = EngineConfig(**config.model_dump(include=set(EngineConfig.model_fields)))
     played: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with signals_end_the_context(), ExitStack() as stack:
-        servers = {way: _start(engine, config, way, flags, stack) for way, flags in ways.items()}
+        servers = {way: _start(engine, config, way, flags.get(way), stack) for way in ways}
         described = servers[ONE].get("/server_info")["engine"]
         with progress_bar("rounds of all servers", (config.rounds + 1) * len(ways)) as advance:
             for number in range(config.rounds + 1):  # in the first one steps are recorded: it does not count
-                for way in in_turns(list(ways), number):
-                    figures = asyncio.run(play(servers[way].url, config, number))
+                for way in in_turns(ways, number):
+                    figures = asyncio.run(play(servers[way], config, number))
                     if number:
                         played[way].append(figures)
                     advance()
@@ -113,19 +121,22 @@ def run(config: ReplicasBenchConfig) -> dict[str, Any]:
 
 
 def _start(
-    engine: EngineConfig, config: ReplicasBenchConfig, way: str, flags: Sequence[str], stack: ExitStack
+    engine: EngineConfig, config: ReplicasBenchConfig, way: str, flags: Sequence[str] | None, stack: ExitStack
 ) -> ServerProcess:
+    """Start a server with these flags; None: a deployment of Ray Serve."""
     print(f"starting: {way}", file=sys.stderr)
+    if flags is None:
+        return stack.enter_context(ray_deployment(engine, config.dp_size, config.startup_timeout))
     return stack.enter_context(
         server_process(engine, config.startup_timeout, ("--disable-log-requests", "--stream-chunk-interval=0", *flags))
     )
 
 
-async def play(url: str, config: ReplicasBenchConfig, number: int) -> dict[str, float]:
+async def play(server: ServerProcess, config: ReplicasBenchConfig, number: int) -> dict[str, float]:
     """One round with one server: all conversations side by side, then one alone."""
     import httpx
 
-    async with httpx.AsyncClient(base_url=url, timeout=600.0) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=600.0, headers=server.headers) as http:
         texts = [text.text for text in bundled_texts()]
 
         def converse(client: int) -> Awaitable[list[Turn]]:
@@ -144,6 +155,7 @@ async def play(url: str, config: ReplicasBenchConfig, number: int) -> dict[str, 
         "first_token_s": statistics.median(turn.first_s for turn in later or turns),
         "tokens_per_second": sum(turn.tokens for turn in turns) / seconds,
         "gap_alone_ms": 1e3 * statistics.median(gap for turn in alone for gap in turn.gaps),
+        "token_alone_ms": 1e3 * statistics.median(turn.per_token_s for turn in alone),
     }
 
 
@@ -170,13 +182,17 @@ async def _ask(http: httpx.AsyncClient, prompt: str, max_tokens: int) -> Turn:
                 text += event["choices"][0]["text"]
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Turn(usage["prompt_tokens"], cached, usage["completion_tokens"], times[0] - began, gaps, text)
+    num_tokens = usage["completion_tokens"]
+    per_token_s = (times[-1] - times[0]) / max(1, num_tokens - 1)
+    return Turn(usage["prompt_tokens"], cached, num_tokens, times[0] - began, gaps, per_token_s, text)
 
 
 def _medians(found: Sequence[Mapping[str, float]], of_one: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Medians with ranges, and ratios to one server in the same round."""
+    """Medians with ranges, and differences from and ratios to one server in the same round."""
     figures: dict[str, Any] = {name: median_with_range([round_[name] for round_ in found], 4) for name in found[0]}
-    for name in ("first_token_s", "tokens_per_second", "gap_alone_ms"):
+    more = [1e3 * (mine["token_alone_ms"] - one["token_alone_ms"]) for mine, one in zip(found, of_one, strict=True)]
+    figures["more_per_token_us"] = median_with_range(more, 1)
+    for name in ("first_token_s", "tokens_per_second", "gap_alone_ms", "token_alone_ms"):
         ratios = [mine[name] / one[name] for mine, one in zip(found, of_one, strict=True)]
         figures[f"{name}_over_one_server"] = median_with_range(ratios, 3)
     return figures
@@ -189,12 +205,13 @@ def print_report(report: Report) -> None:
         f"{report['model']}, {report['dtype']}, {report['machine']}: {report['clients']} conversations of "
         f"{report['turns']} turns, {report['dp_size']} replicas"
     )
-    names = ("resumed", "first_token_s", "tokens_per_second", "gap_alone_ms")
+    names = ("resumed", "first_token_s", "tokens_per_second", "gap_alone_ms", "token_alone_ms", "more_per_token_us")
     rows = [
         (way, *(range_text(figures[name], "{:.4g}".format) for name in names))
         for way, figures in report["ways"].items()
     ]
-    page.table(("", "resumed", "first token, s", "tokens/s", "between events alone, ms"), rows)
+    heads = ("resumed", "first token, s", "tokens/s", "between events alone, ms", "per token alone, ms", "more, us")
+    page.table(("", *heads), rows)
 
 
 if __name__ == "__main__":

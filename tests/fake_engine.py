@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,6 +237,9 @@ class FakeEngine:
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Nothing is lost."""
 
+    def when_due(self, callback: Callable[[], None]) -> None:
+        """Nothing is ever due."""
+
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None):
             self.aborted.append(request_id)
@@ -340,6 +344,30 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.005)
+
+
+def streamed(
+    http: httpx.Client, body: Mapping[str, Any], on_text: Callable[[], object] | None = None
+) -> tuple[str, list[int]]:
+    """The text and the tokens of a streamed completion; ``on_text`` is called once, when the first has come."""
+    text, tokens, count = "", list[int](), 0
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_tokens": True}
+    with http.stream("POST", "/v1/completions", json=asked) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                text += choice["text"]
+                tokens += [piece["id"] for piece in choice["tokens"] or ()]
+            count = event["usage"]["completion_tokens"] if event.get("usage") else count
+            if text and on_text is not None:
+                on_text()
+                on_text = None
+    assert count == len(tokens)
+    return text, tokens
 
 
 @dataclass

@@ -66,6 +66,11 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The operator's, for requests."""
+        return self._headers
+
     def check(self, grace_s: float = 0.0) -> None:
         """Raise SpecmambaError if the server has ended or ends within ``grace_s``."""
         self._server.check(grace_s)

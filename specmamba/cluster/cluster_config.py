@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import describe_validation_error
-from specmamba.flags.other_names import flag_of, translated
+from specmamba.flags.other_names import OTHER_NAMES, flag_of, translated
 from specmamba.flags.settings import is_plain_list, listed, variable_of
 from specmamba.server_config import ServerConfig
 
@@ -53,18 +55,16 @@ def config_of_args(args: Mapping[str, Any]) -> ClusterConfig:
     note of each is logged.
 
     Raises:
-        ConfigError: a flag is unknown or belongs to Ray, or a value or a combination is not valid.
+        ConfigError: a flag is unknown, given twice or belongs to Ray, or a value or a combination is not valid.
     """
-    given, notes = translated({name.replace("-", "_"): value for name, value in args.items()})
+    given, notes = translated(named(args))
     for note in notes:
         logger.warning("%s", note)
     for name in _ELSEWHERE:
         if name in given:
             raise ConfigError(f"{flag_of(name)}: {_ELSEWHERE[name]}")
     fields = ClusterConfig.model_fields
-    for name, value in given.items():
-        if isinstance(value, str) and name in fields and is_plain_list(fields[name]):
-            given[name] = listed(flag_of(name), value)
+    given = {name: _read(name, value, fields[name]) if name in fields else value for name, value in given.items()}
 
     def origin(name: str) -> str:
         variable = None if name in given else variable_of(name)
@@ -77,3 +77,62 @@ def config_of_args(args: Mapping[str, Any]) -> ClusterConfig:
     if config.disaggregation_mode != "null":  # by the environment
         raise ConfigError(f"--disaggregation-mode: {_ELSEWHERE['disaggregation_mode']}")
     return config
+
+
+def named(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with names of fields, of other runtimes too; with hyphens or underscores they are the same.
+
+    Raises:
+        ConfigError: one is given twice, or is written as on a command line: with hyphens in front, or as a switch that
+            is turned off.
+    """
+    found: dict[str, Any] = {}
+    for given, value in args.items():
+        name = given.replace("-", "_")
+        if name.startswith("_"):
+            raise ConfigError(f"{given}: flags stand here without hyphens in front: {name.strip('_')}")
+        if (switch := _switch_of(name)) is not None:
+            raise ConfigError(f"{given}: a switch is turned off by its own name here: {switch}: false")
+        if name in found:
+            raise ConfigError(f"{flag_of(name)} is given twice, with hyphens and with underscores: give it once")
+        found[name] = value
+    return found
+
+
+def _switch_of(name: str) -> str | None:
+    """The switch that ``no_...`` turns off on a command line, or None."""
+    switch, fields = name.removeprefix("no_"), ClusterConfig.model_fields
+    if switch == name or name in fields:
+        return None
+    is_own = switch in fields and fields[switch].annotation is bool
+    return switch if is_own or (switch in OTHER_NAMES and OTHER_NAMES[switch].is_switch) else None
+
+
+def _read(name: str, value: object, field: FieldInfo) -> object:
+    """A value as pydantic is to check it. Raises ConfigError: it is no list, or true or false where that means nothing.
+
+    YAML reads on, off, yes and no as true and false. Numbers would be made of them: 1 and 0.
+    """
+    if isinstance(value, str) and is_plain_list(field):
+        return listed(flag_of(name), value)
+    kinds = list(kinds_of(field.annotation))
+    if not isinstance(value, bool) or bool in kinds:
+        return value
+    word = "on" if value else "off"
+    if word in kinds:
+        return word
+    raise ConfigError(f"{flag_of(name)}: this is no switch (got {str(value).lower()}, as YAML also reads {word})")
+
+
+def kinds_of(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation allows, and the words of a ``Literal``."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from kinds_of(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from kinds_of(each)
+    elif origin is Literal:
+        yield from get_args(annotation)
+    else:
+        yield annotation

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from specmamba.cluster.cluster_config import ClusterConfig, config_of_args
+from specmamba.cluster.application_watch import http_url
+from specmamba.cluster.cluster_config import ClusterConfig, config_of_args, kinds_of, named
 from specmamba.errors import ConfigError
 from specmamba.flags.near_names import did_you_mean
+from specmamba.flags.other_names import OTHER_NAMES, Renamed, translated
 from specmamba.server_config import Seconds
 
 _MAX_FILE_BYTES = 1 << 20
@@ -20,6 +21,13 @@ _MAX_FILE_BYTES = 1 << 20
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: object) -> object:
+        if isinstance(value, bool):  # of which numbers would be made: 1 and 0
+            raise ValueError(f"this is no switch (got {str(value).lower()}, as YAML also reads on, off, yes and no)")
+        return value
 
 
 class HttpPart(_Part):
@@ -102,7 +110,7 @@ class DeploymentFile(_Part):
         if self.replicas is not None and self.autoscaling is not None:
             raise ValueError("replicas, autoscaling: give one of them")
         for flag in self.flags:
-            if (instead := _INSTEAD.get(flag.replace("-", "_"))) is not None:
+            if (instead := _instead_of(flag)) is not None:
                 raise ValueError(f"flags.{flag}: this file has {instead} for it")
         return self
 
@@ -122,6 +130,15 @@ class DeploymentFile(_Part):
     def config(self) -> ClusterConfig:
         """The configuration of the application. Raises ConfigError as ``config_of_args``."""
         return config_of_args(self.arguments())
+
+
+def _instead_of(flag: str) -> str | None:
+    """The key of the file that says what a flag says, by whichever of its names; None: there is none."""
+    name = flag.replace("-", "_")
+    known = OTHER_NAMES.get(name)
+    if name == "data_parallel_size":
+        return "replicas"
+    return _INSTEAD.get(known.field if isinstance(known, Renamed) else name)
 
 
 def read_deployment(path: Path) -> DeploymentFile:
@@ -168,17 +185,12 @@ def _near(place: list[str]) -> str:
     """A half sentence about what an unknown key may mean: another key of its part, or a flag."""
     part: Any = DeploymentFile
     for name in place[:-1]:
-        part = next((kind for kind in _kinds(part.model_fields[name].annotation) if issubclass(kind, _Part)), _Part)
+        kinds = [kind for kind in kinds_of(part.model_fields[name].annotation) if isinstance(kind, type)]
+        part = next((kind for kind in kinds if issubclass(kind, _Part)), _Part)
     name = place[-1].replace("-", "_")
     if len(place) == 1 and name in ClusterConfig.model_fields:
         return f"; flags of specmamba serve stand below flags, or have another name here: {_INSTEAD.get(name, 'flags')}"
     return did_you_mean(name, part.model_fields)
-
-
-def _kinds(annotation: Any) -> list[type]:
-    if get_origin(annotation) in (Union, UnionType):
-        return [kind for each in get_args(annotation) for kind in _kinds(each)]
-    return [annotation] if isinstance(annotation, type) else []
 
 
 def plan_rows(deployment: DeploymentFile, config: ClusterConfig) -> list[tuple[str, str]]:
@@ -197,7 +209,10 @@ def plan_rows(deployment: DeploymentFile, config: ClusterConfig) -> list[tuple[s
     rows = [
         ("application", deployment.name),
         ("Ray", deployment.ray_address or "a cluster of this machine, started and ended with the command"),
-        ("address", f"http://{deployment.http.host}:{deployment.http.port}, on every machine with a proxy"),
+        (
+            "address",
+            f"{http_url(deployment.http.host, deployment.http.port)}, unless Ray Serve has another one already",
+        ),
         ("model", config.model_name if config.model is None else config.model),
         ("replicas", number),
         ("each", f"{config.replica_cpus:g} CPUs, {gpus}"),
@@ -210,8 +225,8 @@ def plan_rows(deployment: DeploymentFile, config: ClusterConfig) -> list[tuple[s
 
 
 def _own_flags(flags: Mapping[str, Any]) -> list[str]:
-    names = [name.replace("-", "_") for name in flags]
-    return [name for name in names if name in ClusterConfig.model_fields]
+    """The names here of flags that a file gives, also by names of other runtimes."""
+    return [name for name in translated(named(flags))[0] if name in ClusterConfig.model_fields]
 
 
 def _shown(name: str, config: ClusterConfig) -> str:

@@ -693,6 +693,9 @@ class Engine:
         """
         return None
 
+    def when_due(self, callback: Callable[[], None]) -> None:
+        """Call a function, from another thread, when ``idle`` is to be called earlier than it has said."""
+
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Call a function when a process is lost without which nothing can be computed; this engine needs none."""
 

@@ -16,7 +16,10 @@ class ReplicaStatus:
     id: int
     state: ReplicaState
     held: bool  # an operator has taken it out of service: nothing but an operator's call starts it again
-    pid: int | None  # of its process; None: there is none, or it is not known yet
+    # Of its process: how many were started for this id, up to it. With the id it names one process for good; process
+    # ids are given out again. None, as ``pid``: there is no process, or it is not ready yet.
+    generation: int | None
+    pid: int | None
     num_requests: int
     queued_tokens: int  # of their prompts, and as much for each request as in the choice of a replica
     reason: str | None = None  # why it has failed
@@ -30,6 +33,7 @@ class ReplicaStats:
     queued_tokens: int  # of all requests, those without a replica included
     num_grown: int  # replicas that were started for the load,
     num_shrunk: int  # and that were taken out of service for want of it
+    num_started: dict[str, int]  # processes that were started for each replica, by its id
 
 
 class ReplicaControl(Protocol):
@@ -39,15 +43,16 @@ class ReplicaControl(Protocol):
         """All replicas that there can be, by id."""
         ...
 
-    def drain(self, index: int, timeout_s: float | None) -> ReplicaStatus:
+    def drain(self, index: int, timeout_s: float | None, generation: int | None = None) -> ReplicaStatus:
         """Take a replica out of service: it gets no more requests, and ends when its own have ended.
 
         Args:
             index: its id.
             timeout_s: after so many seconds its requests go on at others; None: they finish where they are.
+            generation: of the process that is meant; None: whichever it is.
 
         Raises:
-            ReplicaStateError: there is no such replica, or no other one is ready.
+            ReplicaStateError: there is no such replica, its process is another one, or no other one is ready.
         """
         ...
 

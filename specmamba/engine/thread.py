@@ -143,8 +143,7 @@ class EngineThread:
         with self._lock:
             self._draining = True
             self._deadline = min(self._deadline, time.monotonic() + deadline_s)
-        with suppress(EngineStoppedError):
-            self.call(lambda _: None)  # wakes an idle engine
+        self._wake()
 
     def shutdown(self, deadline_s: float, grace_s: float = 10.0) -> bool:
         """Drain and wait for the end. Returns False if a step is still running ``grace_s`` after the deadline."""
@@ -172,6 +171,11 @@ class EngineThread:
                 return
         callback()
 
+    def _wake(self) -> None:
+        """Let an idle engine look what is due."""
+        with suppress(EngineStoppedError):
+            self.call(lambda _: None)
+
     def _refusal(self) -> EngineStoppedError:
         if self._failed is not None:
             return EngineStoppedError("the engine has failed and takes no more requests")
@@ -183,6 +187,7 @@ class EngineThread:
         try:
             engine = self._build_engine()
             engine.when_lost(self._fail_soon)
+            engine.when_due(self._wake)
             constants = EngineConstants(
                 engine.tokenizer,
                 engine.context_length,

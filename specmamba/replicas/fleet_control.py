@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from specmamba.engine.replica_control import ReplicaState, ReplicaStats, ReplicaStatus
-from specmamba.errors import ReplicaStateError
+from specmamba.errors import ReplicaLostError, ReplicaStateError
 from specmamba.replicas.placement import Work
+from specmamba.replicas.replacement import MAX_ATTEMPTS, Replacement
 from specmamba.replicas.replica_fleet import ReplicaFleet
 from specmamba.replicas.replica_links import ReplicaLinks
 from specmamba.replicas.scaling_policy import Load, Marks, ScalingPolicy
@@ -45,6 +46,7 @@ class FleetControl:
         self._marks, self._looked = Marks(), -math.inf
         self._held: set[int] = set()  # taken out of service by an operator
         self._num_grown = self._num_shrunk = 0
+        self._replacement = Replacement()
 
     def state(self, index: int) -> ReplicaState:
         """The state of a replica."""
@@ -67,16 +69,18 @@ class FleetControl:
             index,
             self.state(index),
             index in self._held,
+            None if replica is None else replica.generation,
             None if replica is None else replica.pid,
             own.num_requests,
             own.queued_tokens,
             self._fleet.reason(index),
         )
 
-    def drain(self, index: int, timeout_s: float | None) -> ReplicaStatus:
+    def drain(self, index: int, timeout_s: float | None, generation: int | None = None) -> ReplicaStatus:
         """As ``ReplicaControl``. Of one that is drained already, the time changes."""
         self._check(index)
         self._links.take_arrivals()
+        self._check_generation(index, generation)
         state = self.state(index)
         if state in ("ready", "starting") and not self._links.serving.keys() - {index}:
             text = f"no replica but {index} is ready, and its requests would have to wait"
@@ -102,6 +106,13 @@ class FleetControl:
         if index not in self._fleet.indices:
             raise ReplicaStateError(f"there is no replica {index}: there are {len(self._fleet.indices)}, from 0 on")
 
+    def _check_generation(self, index: int, generation: int | None) -> None:
+        replica = self._links.ready.get(index)
+        now = None if replica is None else replica.generation
+        if generation not in (None, now):
+            found = "none is ready" if now is None else f"its generation is {now}"
+            raise ReplicaStateError(f"replica {index} has no process of generation {generation} any more: {found}")
+
     def _let_leave(self, index: int, timeout_s: float | None) -> None:
         self._links.ready[index].leaves_at = math.inf if timeout_s is None else self._clock() + timeout_s
 
@@ -124,8 +135,17 @@ class FleetControl:
                 self._links.retire(index)
 
     def look(self) -> None:
-        """Do what is due: drained replicas end, and the number of the others follows the load."""
+        """Do what is due: drained replicas end, and the number of the others follows the load.
+
+        Raises:
+            ReplicaLostError: none is left, and none can be started.
+        """
         self.let_go()
+        if not (self._links.ready or self._fleet.on):
+            self._replace()
+            return
+        if self._links.serving:
+            self._replacement.forget()
         if self._policy is None or (now := self._clock()) < self._looked + LOOK_S:
             return
         self._looked = now
@@ -157,6 +177,26 @@ class FleetControl:
         logger.warning("replica %d is started: the others have much to do, or are too few", free[0])
         self._bring(free[0])
 
+    def _replace(self) -> None:
+        """Start any other replica where the last one has failed for good, if their number may change.
+
+        One that has not failed yet comes first. Raises ReplicaLostError: none may be started, or none can be.
+        """
+        states = {index: self.state(index) for index in self._fleet.indices if index not in self._held}
+        free = [index for state in ("off", "ending", "failed") for index in states if states[index] == state]
+        reason = self._fleet.latest_failure or "all replicas are out of service"
+        if self._policy is None or not free:
+            raise ReplicaLostError(reason)
+        if self._replacement.is_given_up:
+            text = f"no replica is left, and {MAX_ATTEMPTS} attempts to start another one have failed"
+            raise ReplicaLostError(f"{text}; the last: {reason}")
+        index = self._replacement.choose(free, self._clock())
+        if index is None:
+            return
+        number = self._replacement.num_attempts
+        logger.error("no replica is left: replica %d is started (attempt %d of %d)", index, number, MAX_ATTEMPTS)
+        self._fleet.start(index)
+
     def _shrink(self) -> None:
         """Let one leave: one that is not ready yet, else the one with the least to do."""
         starting = [index for index in self._fleet.on if index not in self._links.ready]
@@ -177,4 +217,5 @@ class FleetControl:
         """Figures now."""
         counts = Counter(self.state(index) for index in self._fleet.indices)
         states = {name: counts[name] for name in get_args(ReplicaState)}
-        return ReplicaStats(states, self._load().queued_tokens, self._num_grown, self._num_shrunk)
+        started = {str(index): number for index, number in self._fleet.num_started.items()}
+        return ReplicaStats(states, self._load().queued_tokens, self._num_grown, self._num_shrunk, started)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 
-from specmamba.errors import ReplicaLostError
 from specmamba.replicas.replica_launch import Launch, ReplicaTask
 from specmamba.replicas.replica_process import ReadyReplica, ReplicaProcess
 
@@ -24,12 +25,13 @@ class ReplicaFleet:
         """``tasks``: one for each replica that there can be; none is started yet."""
         self._tasks = {task.index: task for task in tasks}
         self._launch = launch
-        self._lock = threading.RLock()  # guards the three fields below
+        self._lock = threading.RLock()  # guards the four fields below
         self._on: dict[int, ReplicaProcess] = {}
         self._ending: dict[int, ReplicaProcess] = {}
-        self._gone: dict[int, str] = {}  # of those that are on: they cannot be started, and why
+        self._gone: dict[int, str] = {}  # of those that are on: they cannot be started, and why; the newest last
+        self._generations: Counter[int] = Counter()  # processes that were started for each index
         self.arrivals: SimpleQueue[ReadyReplica | str] = SimpleQueue()  # ready ones, and why others do not come
-        self._on_end: Callable[[Exception], None] | None = None
+        self._on_gone: Callable[[], None] = lambda: None
 
     @property
     def indices(self) -> Sequence[int]:
@@ -50,6 +52,23 @@ class ReplicaFleet:
         """Whether the process of a replica that is off still ends."""
         return index in self._ending and not self._ending[index].has_ended
 
+    @property
+    def latest_failure(self) -> str | None:
+        """Why the last of those that cannot be started has failed; None: all can be."""
+        with self._lock:
+            return next(reversed(self._gone.values()), None)
+
+    @property
+    def num_started(self) -> Mapping[int, int]:
+        """How many processes were started for each replica; the newest has this number as its generation."""
+        with self._lock:
+            return {index: self._generations[index] for index in self.indices}
+
+    def _next_generation(self, index: int) -> int:
+        with self._lock:
+            self._generations[index] += 1
+            return self._generations[index]
+
     def start(self, index: int) -> None:
         """Start a replica that is not on, when the process of its last time has ended."""
         with self._lock:
@@ -57,7 +76,8 @@ class ReplicaFleet:
             self._gone.pop(index, None)
             before = self._ending.pop(index, None)
             task = self._tasks[index]
-            self._on[index] = ReplicaProcess(task, self.arrivals.put, self._tell_gone, self._launch, before)
+            number = partial(self._next_generation, index)
+            self._on[index] = ReplicaProcess(task, number, self.arrivals.put, self._tell_gone, self._launch, before)
 
     def retire(self, index: int, at_once: bool) -> None:
         """Start a replica no more. Its process ends with its connection, or is killed after a time or ``at_once``."""
@@ -71,21 +91,13 @@ class ReplicaFleet:
 
     def has(self, ready: ReadyReplica) -> bool:
         """Whether a replica that has become ready is one that is to run."""
-        return ready.index in self._on and self._on[ready.index].has(ready.pid)
+        return ready.index in self._on and self._on[ready.index].has(ready.generation)
 
-    def kill(self, index: int, pid: int) -> None:
+    def kill(self, index: int, generation: int) -> None:
         """Kill a process that is lost; its thread starts it again, unless it was retired."""
         process = self._on.get(index) or self._ending.get(index)
         if process is not None:
-            process.kill(pid)
-
-    @property
-    def loss(self) -> ReplicaLostError | None:
-        """Why there is no replica any more; None: one runs, or comes back."""
-        with self._lock:
-            if not self._on or self.on:
-                return None
-            return ReplicaLostError(next(iter(self._gone.values())))
+            process.kill(generation)
 
     def _tell_gone(self, process: ReplicaProcess, reason: str) -> None:
         """Note, on the thread of a replica, that it does not come back, unless it is out of service meanwhile."""
@@ -95,14 +107,12 @@ class ReplicaFleet:
             if self._on.get(process.index) is not process:
                 return
             self._gone[process.index] = text
-            has_ended = self.loss is not None
         self.arrivals.put(text)
-        if self._on_end is not None and has_ended:
-            self._on_end(ReplicaLostError(text))
+        self._on_gone()
 
-    def when_none_is_left(self, callback: Callable[[Exception], None]) -> None:
-        """Call a function, from another thread, when no replica is left and none can be started."""
-        self._on_end = callback
+    def when_one_is_gone(self, callback: Callable[[], None]) -> None:
+        """Call a function, from another thread, each time that a replica cannot be started any more."""
+        self._on_gone = callback
 
     def start_no_more(self) -> None:
         """Let the end of each process be the last one."""

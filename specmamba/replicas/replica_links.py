@@ -33,7 +33,7 @@ class Replica:
 
     def __init__(self, ready: ReadyReplica, folders: dict[TierIdentity, PublishedEntries]) -> None:
         """``folders``: what all replicas have published of folders, by what those who share one have in common."""
-        self.link, self.pid, self.constants = ready.link, ready.pid, ready.constants
+        self.link, self.generation, self.pid, self.constants = ready.link, ready.generation, ready.pid, ready.constants
         identity = TierIdentity.of(ready.constants["tiers"])
         has_folder = identity is not None and ready.constants["tiers"]["has_folder"]
         folder = folders.setdefault(identity, PublishedEntries(identity)) if identity and has_folder else None
@@ -105,18 +105,12 @@ class ReplicaLinks:
         return {index: replica for index, replica in self.ready.items() if replica.leaves_at is None}
 
     def take_arrivals(self) -> None:
-        """Take in replicas that have become ready.
-
-        Raises:
-            ReplicaLostError: none is left, and none comes back.
-        """
+        """Take in replicas that have become ready."""
         with suppress(Empty):
             while True:
                 arrival = self._fleet.arrivals.get_nowait()
                 if isinstance(arrival, ReadyReplica):
                     self._take_in(arrival)
-        if not self.ready and (loss := self._fleet.loss) is not None:
-            raise loss
 
     def _take_in(self, arrival: ReadyReplica) -> None:
         self.lose(arrival.index)  # the one that it follows
@@ -124,7 +118,7 @@ class ReplicaLinks:
             arrival.link.close()
             return
         self.ready[arrival.index] = Replica(arrival, self._folders)
-        logger.warning("replica %d is ready", arrival.index)
+        logger.warning("replica %d is ready (process %d, start %d)", arrival.index, arrival.pid, arrival.generation)
         self._on_return(arrival.index)
 
     def tell(self, index: int, message: Mapping[str, Any]) -> bool:
@@ -180,8 +174,8 @@ class ReplicaLinks:
         replica.link.close()
         if replica.leaves_at is not None:
             self._fleet.retire(index, at_once=False)
-        self._fleet.kill(index, replica.pid)
-        logger.error("replica %d (process %d) is lost", index, replica.pid)
+        self._fleet.kill(index, replica.generation)
+        logger.error("replica %d (process %d, start %d) is lost", index, replica.pid, replica.generation)
         self._on_loss(index, True)
 
     def retire(self, index: int) -> None:
@@ -233,16 +227,21 @@ class ReplicaLinks:
         self._fleet.start_no_more()
         for index in list(self.ready):
             self.tell(index, {"do": "close"})
+        self._close_arrivals()  # whose processes end with that
         self._fleet.close()
         self._close_links()
 
-    def _close_links(self) -> None:
-        """Close the connections, those of replicas that were not taken in too."""
+    def _close_arrivals(self) -> None:
+        """Close the connections of replicas that were not taken in."""
         with suppress(Empty):
             while True:
                 arrival = self._fleet.arrivals.get_nowait()
                 if isinstance(arrival, ReadyReplica):
                     arrival.link.close()
+
+    def _close_links(self) -> None:
+        """Close all connections."""
+        self._close_arrivals()
         for replica in self.ready.values():
             replica.link.close()
         self.ready.clear()

@@ -29,6 +29,7 @@ class ReadyReplica:
     """A replica that has loaded its model."""
 
     index: int
+    generation: int  # of its process: how many were started for this index, up to it
     link: Messages
     pid: int
     constants: dict[str, Any]
@@ -43,6 +44,7 @@ class ReplicaProcess:
     def __init__(
         self,
         task: ReplicaTask,
+        next_generation: Callable[[], int],
         on_ready: Callable[[ReadyReplica], None],
         on_gone: Callable[[ReplicaProcess, str], None],
         launch: Launch = ChildReplica,
@@ -52,6 +54,8 @@ class ReplicaProcess:
 
         Args:
             task: of the replica.
+            next_generation: returns the number of each process that is started for this index. Process ids do not
+                tell them apart: the system gives them out again, and those of other machines are its own.
             on_ready: called on the thread with each replica that is ready.
             on_gone: called on the thread with this object and the reason when it cannot be started (any more).
             launch: starts it, each time.
@@ -59,8 +63,10 @@ class ReplicaProcess:
         """
         self.index = task.index
         self._task, self._on_ready, self._on_gone, self._launch = task, on_ready, on_gone, launch
-        self._after = after
+        self._after, self._next_generation = after, next_generation
         self._process: Launched | None = None
+        self._generation = 0  # of the process
+        self._is_ready = False  # likewise: it has something to finish
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the process between its start and the end of all
         self._thread = threading.Thread(target=self._run, name=f"replica-{task.index}", daemon=True)
@@ -72,26 +78,27 @@ class ReplicaProcess:
         after = self._after
         return not self._thread.is_alive() and (after is None or after.has_ended)
 
-    def has(self, pid: int) -> bool:
-        """Whether its process is the one with this id."""
-        return self._process is not None and self._process.pid == pid
+    def has(self, generation: int) -> bool:
+        """Whether its process is the one of this generation."""
+        return self._process is not None and self._generation == generation
 
-    def kill(self, pid: int) -> None:
-        """Kill the process, if it is still the one with this id."""
+    def kill(self, generation: int) -> None:
+        """Kill the process, if it is still the one of this generation."""
         with self._lock:
-            if self._process is not None and self._process.pid == pid:
+            if self._process is not None and self._generation == generation:
                 self._process.kill()
 
     def start_no_more(self) -> None:
         """Let the end of the process be the last one."""
         self._closing.set()
 
-    def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Start it no more; the process ends with its connection, or is killed after a time."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Start it no more; the process ends with its connection, or is killed after a time, while it loads at once."""
         self.start_no_more()
         process = self._process
         if process is not None:
-            process.wait(timeout_s)
+            most_s = END_TIMEOUT_S if timeout_s is None else timeout_s
+            process.wait(most_s if self._is_ready else 0.0)
             process.kill()
         self._thread.join(END_TIMEOUT_S)
         if (after := self._after) is not None:
@@ -152,7 +159,8 @@ class ReplicaProcess:
         with self._lock:
             if self._closing.is_set():
                 raise OSError("the server ends")
-            self._process = process = self._launch(self._task)
+            self._process, self._is_ready = (process := self._launch(self._task)), False
+            self._generation = self._next_generation()
         return process
 
     def _watch(self, process: Launched, link: Messages) -> str | None:
@@ -163,7 +171,8 @@ class ReplicaProcess:
         except (OSError, ValueError) as error:
             message = {"failed": f"it says nothing that can be read: {error}"}
         if message is not None and "ready" in message:
-            self._on_ready(ReadyReplica(self._task.index, link, process.pid, message["ready"]))
+            self._is_ready = True
+            self._on_ready(ReadyReplica(self._task.index, self._generation, link, process.pid, message["ready"]))
             process.wait()
             return None
         link.close()

@@ -7,7 +7,6 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.loading import load_tokenizer
 from specmamba.engine.scheduler import EngineStats, TenantStats
-from specmamba.errors import QueueFullError, ReplicaLostError, RequestError
+from specmamba.errors import QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.replicas.course import Course, work_of
 from specmamba.replicas.fleet_control import FleetControl
@@ -135,7 +134,7 @@ class ReplicatedEngine(Engine):
         return work_of(self._courses.values(), self._links.ready)
 
     def step(self) -> list[OutputDelta]:
-        """Wait for deltas, for a short time. Raises ReplicaLostError: no replica is left, and none comes back."""
+        """Wait for deltas, for a short time. Raises ReplicaLostError: as ``idle``."""
         self._links.receive(0.0 if self._deltas else WAIT_S)
         self._links.lose_silent({course.replica for course in self._courses.values()})
         self._control.look()
@@ -145,13 +144,15 @@ class ReplicatedEngine(Engine):
         return deltas
 
     def idle(self) -> float | None:
-        """As ``Engine.idle``: the number of replicas follows the load, also where there is none."""
-        if (wait_s := self._control.next_look_s()) is None:
-            return None
+        """As ``Engine.idle``: the number of replicas follows the load, also where there is none.
+
+        Raises:
+            ReplicaLostError: no replica is left, and none can be started.
+        """
         self._links.receive(0.0)
         self._links.take_arrivals()
         self._control.look()
-        return wait_s
+        return self._control.next_look_s()
 
     def _place_all(self) -> None:
         """Give every request that no replica has to one, if there are any with room for it."""
@@ -209,8 +210,7 @@ class ReplicatedEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Numbers of all replicas, a quarter of a second old at the most; requests without a replica are waiting."""
-        with suppress(ReplicaLostError):  # which the next step raises
-            self._links.take_arrivals()
+        self._links.take_arrivals()
         self._links.receive(0.0)
         found = merged([replica.stats for _, replica in sorted(self._links.ready.items())])
         if found is not None:
@@ -255,9 +255,9 @@ class ReplicatedEngine(Engine):
         """As ``Engine.describe``, of the first replica, and ``dp_size``."""
         return dict(self._description)
 
-    def when_lost(self, callback: Callable[[Exception], None]) -> None:
-        """Call a function, from another thread, when no replica is left and none can be started."""
-        self._fleet.when_none_is_left(callback)
+    def when_due(self, callback: Callable[[], None]) -> None:
+        """As ``Engine.when_due``: when a replica cannot be started any more."""
+        self._fleet.when_one_is_gone(callback)
 
     def close(self) -> None:
         """End all replicas."""

@@ -26,7 +26,10 @@ class ReplicaCard(BaseModel):
     id: int
     state: ReplicaState
     held: Annotated[bool, Field(description="an operator has taken it out of service")]
-    pid: Annotated[int | None, Field(description="of its process, where it is ready")]
+    generation: Annotated[
+        int | None, Field(description="of its process, where it is ready: how many were started for this id, up to it")
+    ]
+    pid: Annotated[int | None, Field(description="of its process, where it is ready; ids come again")]
     num_requests: int
     queued_tokens: Annotated[int, Field(description="tokens that it has yet to compute; each request counts as some")]
     reason: Annotated[str | None, Field(description="why it has failed to start")]
@@ -47,6 +50,10 @@ class DrainQuery(StrictModel):
             strict=False, ge=0, le=86_400, description="seconds until its requests go on at others; none: they finish"
         ),
     ] = None
+    generation: Annotated[
+        int | None,
+        Field(strict=False, ge=1, lt=1 << 32, description="of the process that is meant; none: whichever it is"),
+    ] = None
 
 
 def replica_routes(service: Service) -> APIRouter:
@@ -62,7 +69,8 @@ def replica_routes(service: Service) -> APIRouter:
     @router.post("/{replica}/drain", responses=errors(400, 401, 403, 409, 503))
     async def drain(replica: ReplicaId, request: Request, query: Annotated[DrainQuery, Query()]) -> ReplicaCard:
         """Take a replica out of service: it gets no more requests, and ends when it has none. For the operator."""
-        return _card(await _call(service, request, lambda control: control.drain(replica, query.timeout)))
+        found = await _call(service, request, lambda control: control.drain(replica, query.timeout, query.generation))
+        return _card(found)
 
     @router.post("/{replica}/resume", responses=errors(400, 401, 403, 409, 503))
     async def resume(replica: ReplicaId, request: Request) -> ReplicaCard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_a_file_may_say_nothing_but_the_number(tmp_path: Path) -> None:
     assert (config.model, config.dp_size, config.dp_max_size, config.most_replicas) == (None, 3, None, 3)
 
 
+def test_flags_have_the_names_of_other_runtimes_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the command line, in either spelling; words that YAML takes for true and false are words here."""
+    flags = "{max-num-seqs: 8, enable_prefix_caching: false, trust_remote_code: false, elastic_pools: off}"
+    file = written(tmp_path, f"flags: {flags}\n")
+    config = read_deployment(file).config()
+    assert (config.max_running_requests, config.disable_radix_cache, config.elastic_pools) == (8, True, "off")
+    assert run_program(["deploy", str(file), "--check"]) == 0
+    said = capsys.readouterr().out
+    for row in (r"flags.max_running_requests +8", r"flags.disable_radix_cache +True", r"flags.elastic_pools +off"):
+        assert re.search(row, said)
+
+
 def test_check_prints_the_plan_and_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(["deploy", str(written(tmp_path, WHOLE)), "--check"]) == 0
     said = capsys.readouterr().out
@@ -92,6 +105,30 @@ def test_check_prints_the_plan_and_no_key(tmp_path: Path, capsys: pytest.Capture
         ("flags: {dp_size: 2}", "flags.dp_size: this file has replicas for it"),
         ("flags: {port: 80}", "flags.port: this file has http.port for it"),
         ("flags: {max_runing_requests: 2}", "it.yaml: --max-runing-requests: .*did you mean --max-running-requests"),
+        ("flags: {tensor-parallel-size: 2}", "it.yaml: flags.tensor-parallel-size: this file has tp_size for it"),
+        ("flags: {tp: 2}", "flags.tp: this file has tp_size for it"),
+        ("flags: {model_path: /m}", "flags.model_path: this file has model for it"),
+        ("flags: {data_parallel_size: 2}", "flags.data_parallel_size: this file has replicas for it"),
+        ("flags: {pipeline_parallel_size: 2}", "it.yaml: --pipeline-parallel-size: .* divides every layer"),
+        ("flags: {max_num_seq: 8}", "--max-num-seq: there is no such flag; did you mean --max-num-seqs"),
+        (
+            "flags: {max_num_seqs: 8, max_running_requests: 8}",
+            "it.yaml: --max-num-seqs and --max-running-requests are one setting: give one of them",
+        ),
+        ("flags: {max-running-requests: 8, max_running_requests: 8}", "--max-running-requests is given twice"),
+        ("flags: {--max-running-requests: 8}", "flags stand here without hyphens in front: max_running_requests"),
+        ("flags: {no-disable-radix-cache: true}", "no-disable-radix-cache: .*here: disable_radix_cache: false"),
+        ("flags: {no_enforce_eager: true}", "no_enforce_eager: .*here: enforce_eager: false"),
+        ("flags: {max_running_requests: many}", "it.yaml: --max-running-requests: .*valid integer.*'many'"),
+        ("flags: {max_running_requests: [8]}", "it.yaml: --max-running-requests: .*valid integer"),
+        ("flags: {max_running_requests: {of: 8}}", "it.yaml: --max-running-requests: .*valid integer"),
+        ("flags: {max_running_requests: yes}", "--max-running-requests: this is no switch .got true, as YAML also"),
+        ("flags: {dtype: 16}", "it.yaml: --dtype: .*'float16'"),
+        ("flags: {disable_page: perhaps}", "it.yaml: --disable-page: .*valid boolean"),
+        ("flags: {8: 2}", r"it.yaml: flags.8"),
+        ("flags: [disable_page]", "it.yaml: flags: .*dictionary"),
+        ("replicas: yes", "it.yaml: replicas: this is no switch .got true"),
+        ("http: {port: on}", "it.yaml: http.port: this is no switch"),
         ("replicas: 2\nautoscaling: {max_replicas: 3}", "it.yaml: replicas, autoscaling: give one of them"),
         ("autoscaling: {min_replicas: 3, max_replicas: 2}", "--dp-min-size 3: this is more than --dp-max-size 2"),
         ("replicas: many", "it.yaml: replicas: "),
@@ -130,3 +167,10 @@ def test_what_stays_needs_a_cluster_that_stays(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(deploy_command, "require_ray", lambda: None)
     with pytest.raises(ConfigError, match="--stay: a cluster of this command ends with it"):
         deploy_command.main([str(written(tmp_path, "replicas: 1")), "--stay"])
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "inf", "nan", "soon"])
+def test_a_time_is_a_number_of_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        deploy_command.main([str(written(tmp_path, "replicas: 1")), f"--timeout={given}"])
+    assert "this is a number of seconds above 0" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ import pytest
 
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
-from tests.fake_engine import wait_until
+from tests.fake_engine import streamed, wait_until
 from tests.replicas.test_replicated_engine import FLAGS, add, finish, is_alive, outputs
 
 pytestmark = [
@@ -81,19 +84,22 @@ def descendants(root: int) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """A port that is free, of those that the system gives to none by itself: Ray's processes take many of these."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
-def environment_of(folder: str) -> dict[str, str]:
-    """The environment of a Ray with two CPUs that keeps its files in a folder."""
+def environment_of(folder: str, num_cpus: int = 2) -> dict[str, str]:
+    """The environment of a Ray with so many CPUs that keeps its files in a folder."""
     return {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
+        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": num_cpus}),
     }
 
 
@@ -166,31 +172,15 @@ def both(cluster: Cluster) -> Cluster:
 def body_of(number: int, **changes: Any) -> dict[str, Any]:
     prompt = f"def task_{number}(values):\n    # sorts the values and returns them\n    "
     sampled = {"temperature": 0.8, "seed": 7} if number % 2 else {"temperature": 0.0}
-    return {"prompt": prompt, "max_tokens": 48, "ignore_eos": True, "stream": True, **sampled, **changes}
+    return {"prompt": prompt, "max_tokens": 48, "ignore_eos": True, **sampled, **changes}
 
 
-def streamed(http: httpx.Client, body: dict[str, Any], on_text: Any = None) -> tuple[str, int]:
-    """The text of a stream, and the tokens that its usage counts."""
-    text, count = "", 0
-    with http.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            text += "".join(choice["text"] for choice in event["choices"])
-            count = event["usage"]["completion_tokens"] if event.get("usage") else count
-            if text and on_text is not None:
-                on_text = on_text()
-    return text, count
-
-
-def expected_of(plain: Engine, max_tokens: int) -> list[tuple[str, int]]:
+def expected_of(plain: Engine, max_tokens: int) -> list[tuple[str, list[int]]]:
+    """The texts and tokens of one engine, for ``body_of`` 0 to 3."""
     for number in range(4):
         sampled: dict[str, Any] = {"temperature": 0.8, "seed": 7} if number % 2 else {}
         add(plain, number, max_tokens=max_tokens, **sampled)
-    return [(text, len(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
+    return [(text, list(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
 
 
 def test_texts_are_those_of_one_engine(plain: Engine, both: Cluster) -> None:
@@ -213,7 +203,8 @@ def test_a_replica_that_is_killed_in_mid_stream_changes_no_text(plain: Engine, b
         ]
         found = [future.result() for future in running]
     assert found == expected_of(plain, 400)
-    wait_until(lambda: f"(process {actors[0]}) is lost" in both.log.read_text("utf8", "replace"), timeout_s=60)
+    lost = re.compile(rf"\(process {actors[0]}, start \d+\) is lost")
+    wait_until(lambda: lost.search(both.log.read_text("utf8", "replace")), timeout_s=60)
     wait_until(lambda: len(both.processes()) == 2, timeout_s=START_TIMEOUT_S)
     assert actors[0] not in both.processes()
 
@@ -234,6 +225,27 @@ def test_a_text_goes_where_its_beginning_is(both: Cluster) -> None:
         assert cached(f"{number}{long} And more {number}") > 100
 
 
+def test_a_hot_prefix_does_not_starve_the_other_replica(both: Cluster) -> None:
+    hot = "a prompt of a system that all requests have in front, and that one replica has computed. " * 6
+
+    def ask(tail: str) -> int:
+        answer = both.http.post("/v1/completions", json={"prompt": hot + tail, "max_tokens": 400, "ignore_eos": True})
+        usage: dict[str, Any] = answer.raise_for_status().json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def running() -> list[int]:
+        time.sleep(0.1)
+        found = both.http.get("/replicas", headers=OPERATOR).raise_for_status().json()["replicas"]
+        return [each["num_requests"] for each in found]
+
+    assert ask("first") == 0
+    with ThreadPoolExecutor(12) as clients:
+        asking = [clients.submit(ask, str(number)) for number in range(12)]
+        wait_until(lambda: min(running()) >= 2, timeout_s=60)
+        cached = [future.result() for future in asking]
+    assert len([number for number in cached if number > 60]) >= 6  # most went where it was
+
+
 def test_the_rest_of_the_server_is_there(both: Cluster) -> None:
     assert both.info()["engine"]["dp_size"] == 2
     chat = {"messages": [{"role": "user", "content": "Sort a list."}], "max_tokens": 8}
@@ -250,7 +262,7 @@ def test_the_rest_of_the_server_is_there(both: Cluster) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(both: Cluster) -> None:
-    with both.http.stream("POST", "/v1/completions", json=body_of(0, max_tokens=900)) as answer:
+    with both.http.stream("POST", "/v1/completions", json=body_of(0, max_tokens=900, stream=True)) as answer:
         lines = answer.iter_lines()  # whose end would close the connection
         next(lines)
         wait_until(lambda: both.info()["stats"]["num_running"] == 1, timeout_s=60)

@@ -229,7 +229,7 @@ def test_operations_has_every_metric() -> None:
     disk = TierStats(1, 1, 1, 0, 0, 0, {"absent": 1}, 0.0, 0, 1, 1, {"busy": 0}, 0, 0)
     handoffs = HandoffStats(1, 1, 0.1, {"slow": 1}, 0)
     split = SplitStats(1, 1, 1)
-    replicas = ReplicaStats({"ready": 2}, 0, 1, 0)
+    replicas = ReplicaStats({"ready": 2}, 0, 1, 0, {"0": 1})
     stats = replace(FakeEngine().stats(), sizing=sizing, split=split, host=disk, disk=disk, store=disk)
     stats = replace(stats, handoffs=handoffs, replicas=replicas, chain=ChainStats(1, 1, 0, 0, 0, 0))
     rendered = ServerMetrics().render(stats).decode()

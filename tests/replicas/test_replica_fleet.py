@@ -6,6 +6,9 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
+from specmamba.replicas import replica_process
 from specmamba.replicas.replica_fleet import ReplicaFleet
 from specmamba.replicas.replica_launch import ReplicaTask
 
@@ -15,19 +18,24 @@ class Launched:
 
     end = "nothing"
 
+    num_killed = 0
+
     def __init__(self, pid: int) -> None:
         self.pid, self._ended = pid, threading.Event()
         self._messages: list[dict[str, Any]] = [{"ready": {}}]
+        self.loads = threading.Event()  # it is waited for
 
     def connection(self) -> Any:
         return self
 
     def receive(self) -> dict[str, Any] | None:
+        self.loads.set()
         return self._messages.pop() if self._messages else None
 
     def close(self) -> None: ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        self.num_killed += 1
 
     def finish(self) -> None:
         self._ended.set()
@@ -62,3 +70,56 @@ def test_one_starts_when_all_before_it_have_ended() -> None:
     fleet.start_no_more()
     launched[1].finish()
     fleet.close()
+
+
+def test_processes_with_one_id_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives ids out again: what is said of a process that has ended does not reach the next one."""
+    monkeypatch.setattr(replica_process, "FIRST_PAUSE_S", 0.01)
+    launched: list[Launched] = []
+
+    def launch(_: ReplicaTask) -> Launched:
+        launched.append(Launched(77))
+        return launched[-1]
+
+    fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b""), ReplicaTask(1, {}, {}, b"")], launch)
+    fleet.start(0)
+    first: Any = fleet.arrivals.get(timeout=5)
+    launched[0].finish()
+    second: Any = fleet.arrivals.get(timeout=5)
+    assert (first.generation, second.generation, first.pid == second.pid) == (1, 2, True)
+    assert not fleet.has(first)
+    assert fleet.has(second)
+    fleet.kill(0, first.generation)
+    assert [process.num_killed for process in launched] == [0, 0]
+    fleet.kill(0, second.generation)
+    assert [process.num_killed for process in launched] == [0, 1]
+    fleet.retire(0, at_once=True)
+    launched[1].finish()
+    fleet.start(0)  # counted on
+    third: Any = fleet.arrivals.get(timeout=5)
+    assert (third.generation, fleet.num_started) == (3, {0: 3, 1: 0})
+    fleet.start_no_more()
+    launched[2].finish()
+    fleet.close()
+
+
+class Loading(Launched):
+    """A replica that loads until it is killed."""
+
+    def receive(self) -> dict[str, Any] | None:
+        self.loads.set()
+        self._ended.wait()
+        return None
+
+    def kill(self) -> None:
+        self._ended.set()
+
+
+def test_one_that_loads_is_not_waited_for_at_the_end() -> None:
+    launched = Loading(77)
+    fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], lambda _: launched)
+    fleet.start(0)
+    assert launched.loads.wait(5)
+    began = time.monotonic()
+    fleet.close()
+    assert time.monotonic() - began < replica_process.END_TIMEOUT_S / 2

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from specmamba.errors import ConfigError, QueueFullError, ReplicaStateError, Req
 from specmamba.grammar import GrammarCompiler
 from specmamba.replicas import replica_launch, replica_links, replica_process, replica_tasks
 from specmamba.replicas.course import MAX_MOVES
+from specmamba.replicas.placement import RUNNING_COST
 from specmamba.replicas.replica_tasks import check_count, tasks_of
 from specmamba.replicas.replicated_engine import LOST_TOO_OFTEN, ReplicatedEngine
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 from specmamba.server_config import ServerConfig
-from tests.fake_engine import serving, wait_until
+from tests.fake_engine import serving, streamed, wait_until
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -150,6 +153,29 @@ def test_a_text_goes_where_its_beginning_is(both: ReplicatedEngine) -> None:
     assert finish(both)["2"][-1].num_cached_tokens == 0
 
 
+def test_a_hot_prefix_does_not_starve_the_other_replica(plain: Engine, both: ReplicatedEngine) -> None:
+    """All want the replica with the prefix: it gets them as long as that is quicker, then the other one does too."""
+    hot = "a prompt of a system that all requests have in front, and that one replica has computed. " * 6
+    add(both, 0, prompt=hot)
+    first = both._courses["0"].replica
+    assert first is not None
+    finish(both)
+    chosen = []
+    for number in range(12):
+        add(both, number, prompt=f"{hot}{number}", max_tokens=24)
+        chosen.append(both._courses[str(number)].replica)
+    queued = {index: work.queued_tokens for index, work in both._work().items()}
+    assert chosen[:2] == [first, first]  # not in turn
+    assert chosen.count(1 - first) >= 2
+    assert abs(queued[0] - queued[1]) <= len(both.tokenizer.encode(hot)) + 2 * RUNNING_COST
+    found = finish(both)
+    for number in range(12):
+        add(plain, number, prompt=f"{hot}{number}", max_tokens=24)
+    assert outputs(found) == outputs(finish(plain))
+    cached = {number: found[str(number)][-1].num_cached_tokens for number in range(12)}
+    assert min(cached[number] for number in range(12) if chosen[number] == first) > 60
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 1, "prompt_logprobs": 1}])
 def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine, params: dict[str, Any]) -> None:
     for engine in (plain, both):
@@ -168,6 +194,25 @@ def test_a_killed_replica_changes_no_text(plain: Engine, both: ReplicatedEngine,
         told = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
         assert len(told) == (1 if params else 0)
         assert len([p for delta in deltas for p in delta.logprobs]) == (200 if params else 0)
+
+
+def test_a_client_gets_every_token_once(plain: Engine, both: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams over HTTP, of which some move when their replica is killed."""
+    for number in range(4):
+        add(plain, number, max_tokens=200, temperature=0.8 if number % 2 else 0.0, seed=7)
+    expected = [(text, list(tokens)) for tokens, text, _ in outputs(finish(plain)).values()]
+    monkeypatch.setattr(both, "close", lambda: None)  # the other tests use it too
+    killed = both._links.ready[0]
+    with serving(both, dp_size=2) as served, ThreadPoolExecutor(4) as clients:
+        running = []
+        for number in range(4):
+            sampled = {"temperature": 0.8, "seed": 7} if number % 2 else {"temperature": 0.0}
+            body = {"prompt": PROMPTS[number], "max_tokens": 200, "ignore_eos": True, **sampled}
+            kill = None if number else partial(os.kill, killed.pid, signal.SIGKILL)
+            running.append(clients.submit(streamed, served.http, body, kill))
+        assert [future.result() for future in running] == expected
+        started = f'replica_starts_total{{replica="0"}} {killed.generation + 1}.0'
+        wait_until(lambda: started in served.http.get("/metrics").text, timeout_s=60)
 
 
 def test_a_drained_replica_hands_its_requests_on_and_comes_back(plain: Engine, both: ReplicatedEngine) -> None:
@@ -429,6 +474,19 @@ def test_replicas_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for task in tasks:
         EngineConfig(**task.flags)
         assert int(task.environment["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.slow
+def test_a_replica_that_was_not_taken_in_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has become ready where no request runs: the server has not looked since."""
+    monkeypatch.setattr(replica_process, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(replica_process, "END_TIMEOUT_S", 60.0)
+    engine = ReplicatedEngine(ServerConfig(dp_size=2, **FLAGS))
+    os.kill(engine._links.ready[1].pid, signal.SIGKILL)
+    wait_until(lambda: not engine._fleet.arrivals.empty(), timeout_s=120)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
-from specmamba.errors import ConfigError
+from specmamba.errors import ConfigError, ReplicaLostError
 from specmamba.flags.command_line import parse_command_line
+from specmamba.replicas import replacement, replica_process
+from specmamba.replicas.replica_launch import ChildReplica, ReplicaTask
 from specmamba.replicas.replicated_engine import ReplicatedEngine
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import Served, serving, wait_until
@@ -65,6 +69,50 @@ def test_from_one_to_three_and_back_without_a_failed_request() -> None:
         assert 'specmamba_replica_scalings_total{direction="up"} 2.0' in metrics
         assert 'specmamba_replica_scalings_total{direction="down"} 2.0' in metrics
         assert 'specmamba_requests_total{finish_reason="error"} 0.0' in metrics
+
+
+def test_another_replica_follows_the_last_one_that_has_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no request runs, and where one waits; its text is that of one engine. At last the server ends."""
+    monkeypatch.setattr(replica_process, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(replica_process, "LONGEST_PAUSE_S", 0.05)
+    for name in ("FIRST_WAIT_S", "LONGEST_WAIT_S"):
+        monkeypatch.setattr(replacement, name, 0.2)
+    broken: set[int] = set()
+
+    def launch(task: ReplicaTask) -> ChildReplica:
+        if task.index in broken:
+            raise OSError(f"replica {task.index} does not fit")
+        return ChildReplica(task)
+
+    plain = Engine(EngineConfig(**FLAGS))
+    add(plain, 0, max_tokens=48)
+    expected = outputs(finish(plain))["0"][1]
+    body = {"prompt": PROMPTS[0], "max_tokens": 48, "ignore_eos": True, "temperature": 0}
+    config = ServerConfig(**FLAGS, dp_max_size=2)
+    with serving(ReplicatedEngine(config, launch=launch), dp_max_size=2) as served:
+
+        def lose(index: int) -> None:
+            broken.add(index)
+            (pid,) = [each["pid"] for each in cards(served) if each["state"] == "ready"]
+            os.kill(pid, signal.SIGKILL)
+
+        lose(0)
+        wait_until(lambda: states_of(served)["starting"], timeout_s=60)
+        wait_until(lambda: served.engine._fleet.num_started == {0: 1, 1: 1}, timeout_s=60)  # without a call
+        answer = served.http.post("/v1/completions", json=body, timeout=120).raise_for_status().json()
+        assert answer["choices"][0]["text"] == expected
+        assert [(each["state"], each["generation"]) for each in cards(served)] == [("failed", None), ("ready", 1)]
+        assert "replica 0 does not fit" in cards(served)[0]["reason"]
+        assert 'specmamba_replica_starts_total{replica="1"} 1.0' in served.http.get("/metrics").text
+        lose(1)
+        wait_until(lambda: served.thread.has_stopped, timeout_s=60)
+        assert isinstance(served.thread.failed, ReplicaLostError)
+        assert f"{replacement.MAX_ATTEMPTS} attempts to start another one have failed" in str(served.thread.failed)
+
+
+def cards(served: Served) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = served.http.get("/replicas").raise_for_status().json()["replicas"]
+    return found
 
 
 @pytest.mark.parametrize(

@@ -15,22 +15,22 @@ class Control:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, float | None]] = []
+        self.told: list[tuple[str, int, float | None, int | None]] = []
 
     def statuses(self) -> list[ReplicaStatus]:
         return [self._status(0)]
 
     def _status(self, index: int) -> ReplicaStatus:
-        return ReplicaStatus(index, "draining", True, 77, 2, 64)
+        return ReplicaStatus(index, "draining", True, 3, 77, 2, 64)
 
-    def drain(self, index: int, timeout_s: float | None) -> ReplicaStatus:
+    def drain(self, index: int, timeout_s: float | None, generation: int | None = None) -> ReplicaStatus:
         if index:
             raise ReplicaStateError("no replica but 1 is ready")
-        self.told.append(("drain", index, timeout_s))
+        self.told.append(("drain", index, timeout_s, generation))
         return self._status(index)
 
     def resume(self, index: int) -> ReplicaStatus:
-        self.told.append(("resume", index, None))
+        self.told.append(("resume", index, None, None))
         return self._status(index)
 
 
@@ -51,13 +51,15 @@ def test_the_operator_alone_may_call() -> None:
             assert served.http.request(method, path).status_code == 401
         assert control.told == []
         http, headers = served.http, {"Authorization": "Bearer all"}
-        card = {"id": 0, "state": "draining", "held": True, "pid": 77, "num_requests": 2, "queued_tokens": 64}
-        card["reason"] = None
+        card = {"id": 0, "state": "draining", "held": True, "generation": 3, "pid": 77}
+        card |= {"num_requests": 2, "queued_tokens": 64, "reason": None}
         assert http.get("/replicas", headers=headers).json() == {"replicas": [card]}
         assert http.post("/replicas/0/drain", headers=headers).json() == card
-        assert http.post("/replicas/0/drain?timeout=2.5", headers=headers).json() == card
+        assert http.post("/replicas/0/drain?timeout=2.5&generation=3", headers=headers).json() == card
         assert http.post("/replicas/0/resume", headers=headers).json() == card
-        assert control.told == [("drain", 0, None), ("drain", 0, 2.5), ("resume", 0, None)]
+        assert control.told == [("drain", 0, None, None), ("drain", 0, 2.5, 3), ("resume", 0, None, None)]
+        refused = http.post("/replicas/0/drain?generation=0", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "generation")
         refused = http.post("/replicas/1/drain", headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "replica_state")
         assert "no replica but 1 is ready" in refused.json()["error"]["message"]

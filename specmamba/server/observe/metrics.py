@@ -119,6 +119,8 @@ def _replica_metrics(replicas: ReplicaStats) -> Iterator[Metric]:
     yield family
     queued = "Tokens that replicas have yet to compute, running requests counted as some"
     yield GaugeMetricFamily("specmamba_replica_queued_tokens", queued, value=replicas.queued_tokens)
+    started = "Processes that were started for each replica: more than one where it was started again"
+    yield _labelled("replica_starts", started, "replica", replicas.num_started.items())
     counts = (("up", replicas.num_grown), ("down", replicas.num_shrunk))
     yield _labelled("replica_scalings", "Replicas that were started or ended for the load", "direction", counts)
 
