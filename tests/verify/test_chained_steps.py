@@ -29,6 +29,7 @@ from tests.engine.test_engine import (
     tokens_of,
 )
 from tests.verify.deferred import DeferredReplay, deferred, random_delays
+from tests.verify.test_captured_steps import answer_all, assert_same_answers, new_llm
 
 SIZE = 7
 CHAINED: dict[str, Any] = {"cuda_graph_max_bs": SIZE, "max_running_requests": SIZE}
@@ -338,6 +339,21 @@ class TestSteps:
             engine.close()
         assert engine.stats().state_used_slots == 0
         assert engine.pools.table.num_free_rows == engine.pools.table.num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", ["chain", "drawn tree", "plain", "tree"])
+def test_texts_on_a_gpu(drafts: str) -> None:
+    """Captured steps that follow one another on the device, against steps that run operator by operator."""
+    with (
+        new_llm(drafts, device="cuda", disable_cuda_graph=True) as expected,
+        new_llm(drafts, device="cuda", speculative_adaptive="off") as llm,
+    ):
+        for case in (("greedy", 1), ("greedy", 4), ("both rules", 4)):
+            for _ in range(2):
+                assert_same_answers(case, answer_all(llm, *case), answer_all(expected, *case), expected)
+        assert chain_of(llm.engine).num_chained > 5
+        assert_idle(llm.engine)
 
 
 class Clock:

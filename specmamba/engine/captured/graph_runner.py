@@ -332,7 +332,7 @@ class StepGraphRunner:
         if drafts is None:  # the target's features are those that a head reads
             first = "given", call.drafter if call.drafter.is_capturable else None
         most_unfolded = self._most_unfolded(kind, call.drafter) if drafts is call.drafter else None
-        return (before, first), score, NextPart((kind, verifier.policy, name), decide)
+        return (before, first), score, NextPart((kind, verifier.policy, name, most_unfolded), decide)
 
     def _most_unfolded(self, kind: StepKind, drafter: Drafter) -> int | None:
         """Pending records of a row that the step after one of this kind does not fold; None: none may be behind it."""
