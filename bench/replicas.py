@@ -7,9 +7,9 @@ One server, N replicas that get requests by prefix, and N that get them in turn 
 behind Ray Serve (specmamba[scale]); only one of them works at a time, and all take turns within a round, with empty
 caches. Every client holds a conversation: each turn is the text so far, its answer and a new question. Reported are
 medians over rounds: tokens of prompts that were resumed, time to the first token, tokens per second, and for one client
-alone the time between two events, and from one token to the next; what that is more than with one server in the same
-round is what passing a token on costs. Replicas share the cores of this machine, so speed says little about machines of
-their own; hits do not depend on it.
+alone the time between two events, and that of a whole request by its tokens; what that is more than with one server in
+the same round is what passing a token on costs. Replicas share the cores of this machine, so speed says little about
+machines of their own; hits do not depend on it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Turn:
     tokens: int
     first_s: float
     gaps: tuple[float, ...]  # between two events
-    per_token_s: float  # behind the first event
+    per_token_s: float  # from the request to the last event: a proxy may hold events back and send several at once
     text: str
 
 
@@ -183,7 +183,7 @@ async def _ask(http: httpx.AsyncClient, prompt: str, max_tokens: int) -> Turn:
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     num_tokens = usage["completion_tokens"]
-    per_token_s = (times[-1] - times[0]) / max(1, num_tokens - 1)
+    per_token_s = (times[-1] - began) / num_tokens
     return Turn(usage["prompt_tokens"], cached, num_tokens, times[0] - began, gaps, per_token_s, text)
 
 
