@@ -4,8 +4,8 @@ All engines get the same memory. Those with ``--elastic-pools off`` divide it by
 each of ``--swing-ratios``; the elastic one starts with the ratio of the flags. In the first half, many chats go on in
 random order, whose recurrent states are most of what is worth keeping; in the second, questions about a few long
 documents come in random order, whose keys and values are. Tokens of prompts that the cache spared and preemptions are
-counts, which are the same on every machine and in every round; texts are compared. All engines run each wave of
-requests in turns, and ``seconds`` of a half is the sum over its waves, of each of ``--swing-rounds`` rounds.
+counts, which are the same on every machine, and reported of the first round; texts are compared. All engines run each
+wave of requests in turns, and ``seconds`` of a half is the sum over its waves, of each of ``--swing-rounds`` rounds.
 """
 
 from __future__ import annotations
@@ -111,17 +111,23 @@ def _round(
     for llm in engines.values():
         llm.engine.forget(llm.engine.num_added)
     figures: dict[str, Any] = {name: {} for name in engines}
+    moved = {name: _moves(llm) for name, llm in engines.items()}
     for half, asks in zip(HALVES, (_chats, _documents), strict=True):
         before = {name: llm.engine.stats() for name, llm in engines.items()}
         took = _run(config, engines, {name: asks(config, source) for name in engines}, number, outputs, advance)
         for name, llm in engines.items():
             figures[name][half] = took[name] | _counts(before[name], llm.engine.stats())
     for name, llm in engines.items():
-        split = llm.engine.stats().split
-        if split is not None:
-            moved = {"moved_states": split.moved_states, "moved_tokens": split.moved_tokens}
-            figures[name] |= {"moves": split.num_moves} | moved
+        figures[name] |= {kind: number - moved[name][kind] for kind, number in _moves(llm).items()}
     return figures
+
+
+def _moves(llm: LLM) -> dict[str, int]:
+    """What has moved since the start; nothing is known of fixed pools."""
+    split = llm.engine.stats().split
+    if split is None:
+        return {}
+    return {"moves": split.num_moves, "moved_states": split.moved_states, "moved_tokens": split.moved_tokens}
 
 
 def _counts(before: Any, after: Any) -> dict[str, int]:

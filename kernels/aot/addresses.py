@@ -4,7 +4,8 @@ A product of a group of warps (HGMMA) is given the address of an operand in two 
 ISA, "Matrix descriptor"): in the low word the address, in the high one the distance of groups of rows and the kind of
 swizzle. ptxas of CUDA 12.8 has made code in which these registers hold other numbers, such as a token's. So uniform
 instructions are followed, in order, with large numbers for what only a launch knows, and each descriptor is looked at.
-What comes by instructions that are not followed is unknown, and no flaw.
+What comes by instructions that are not followed is unknown, and no flaw; so is, where a branch
+forward ends, all that has been written since it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+LABEL, BRANCH = re.compile(r"^\s*(\.L\w+):"), re.compile(r"`\((\.L\w+)\)")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Za-z0-9_.]+)\s+(.*?)\s*;")
 DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
-REGISTER, CARRY, NUMBER = re.compile(r"UR(\d+)"), re.compile(r"UP[\dT]"), re.compile(r"-?0x[0-9a-f]+|-?\d+")
+REGISTER, NUMBER = re.compile(r"UR(\d+)"), re.compile(r"-?0x[0-9a-f]+|-?\d+")
+PREDICATE = re.compile(r"!?U?P[\dT]")
 MASK = 0xFFFFFFFF
 OUTSIDE = 0x51234567  # of a launch; any address and any distance made of it is out of bounds
 ADDRESS_MASK, ADDRESS_UNIT = 0x3FFF, 16
@@ -35,9 +38,13 @@ def wrong_addresses(assembly: str, shared: int) -> list[str]:
     for line in assembly.splitlines():
         found = INSTRUCTION.match(line)
         if found is None:
+            if label := LABEL.match(line):
+                state.join(label.group(1))
             continue
         at, predicate, name, rest = found.groups()
-        if name.startswith("HGMMA"):
+        if branch := BRANCH.search(rest):
+            state.left_out.setdefault(branch.group(1), set())
+        elif name.startswith("HGMMA"):
             wrong += [f"product at {at} reads {flaw}" for flaw in state.flaws_of(rest, shared)]
         else:
             state.run(name, [x.strip() for x in rest.split(",")], is_conditional=predicate is not None)
@@ -50,6 +57,13 @@ class _Uniform:
 
     registers: dict[int, Value] = field(default_factory=dict)
     carries: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, set[int]] = field(default_factory=dict)  # by label: registers written since a branch there
+
+    def join(self, label: str) -> None:
+        """Forget what a branch to this label leaves out, and carries."""
+        for at in self.left_out.pop(label, ()):
+            self.registers.pop(at, None)
+        self.carries.clear()
 
     def flaws_of(self, operands: str, shared: int) -> list[str]:
         """What is wrong with the last operand, and with the first one, if that is given by address too."""
@@ -66,15 +80,27 @@ class _Uniform:
 
     def run(self, name: str, operands: Sequence[str], is_conditional: bool) -> None:
         """Follow one instruction."""
+        written = next((i for i, x in enumerate(operands) if not PREDICATE.fullmatch(x)), 0)
+        for predicate in operands[:written]:
+            self.carries.pop(predicate, None)
+        operands = operands[written:]
         found = REGISTER.fullmatch(operands[0])
         if found is None:
             return
-        at, is_wide = int(found.group(1)), ".64" in name
-        values: tuple[Value, ...] = self._wide_sum(operands) if name == "UIADD3.64" else (self._result(name, operands),)
-        if is_wide and len(values) == 1:
-            values = (*values, OUTSIDE if name.startswith("ULDC") else None)
+        at, values = int(found.group(1)), self._results(name, operands)
         for i, value in enumerate(values):
             self.registers[at + i] = None if is_conditional else value
+            for left_out in self.left_out.values():
+                left_out.add(at + i)
+
+    def _results(self, name: str, operands: Sequence[str]) -> tuple[Value, ...]:
+        """Of the register that is written, and of the next one, where that is or may be written too."""
+        if name == "UIADD3.64":
+            return self._wide_sum(operands)
+        result = self._result(name, operands)
+        if name.startswith("ULDC") and ".64" in name:
+            return result, OUTSIDE
+        return (result, None) if ".64" in name or ".WIDE" in name else (result,)
 
     def _result(self, name: str, operands: Sequence[str]) -> Value:
         match name.split(".")[0]:
@@ -98,7 +124,7 @@ class _Uniform:
 
     def _sum(self, operands: Sequence[str], takes_carries: bool) -> Value:
         """Of three operands, behind those that carries go to; those that carries come from are the last ones."""
-        out = [x for x in operands[1:3] if CARRY.fullmatch(x)]
+        out = [x for x in operands[1:3] if PREDICATE.fullmatch(x)]
         values = [self._value(x) for x in operands[1 + len(out) : 4 + len(out)]]
         known = [x for x in values if x is not None]
         if len(known) < 3:
@@ -107,7 +133,10 @@ class _Uniform:
             return None
         total = sum(known)
         if takes_carries:
-            total += sum(self.carries.get(x, 0) for x in operands[4 + len(out) :])
+            carries = [self.carries.get(x) for x in operands[4 + len(out) :] if not x.endswith("UPT")]
+            if None in carries:
+                return None
+            total += sum(x for x in carries if x is not None)
         if out:
             self.carries[out[0]] = total >> 32
         return total & MASK

@@ -15,7 +15,8 @@ from specmamba.kernels.state_records.triton_ops import block
 
 SHORT = 2 * CHUNK  # tokens up to which there is too little to do side by side: one launch instead of four or five
 MAX_KEYS = 128  # of a state that stays in registers
-PART = 2048  # tokens of all rows whose chunks are in memory at once: 192 MiB for 16 and 32 heads of 128 x 128
+# tokens of all rows whose chunks are in memory at once: 192 MiB for 16 and 32 heads of 128 x 128, more by channel
+PART = 2048
 
 
 Sizes = tuple[int, int, int, str]  # keys, values, value heads of a key head; parts of products

@@ -151,7 +151,7 @@ class ModelFlags(CommandLine):
         Literal["auto", "on", "off"],
         Field(
             description="KV and recurrent states take memory from each other as requests need it; auto: under Linux on "
-            "a CPU, where neither pool has a given size; on: likewise on an NVIDIA GPU, where nothing has measured it"
+            "a CPU, where neither pool has a given size; on: likewise on an NVIDIA GPU"
         ),
     ] = "auto"
     mamba_ssm_dtype: Annotated[

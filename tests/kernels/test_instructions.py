@@ -125,12 +125,13 @@ def test_a_long_prompt_takes_few_instructions() -> None:
     rows = read_table(TABLES / "sm_90.json").rows
     long = [
         rows["state_records", "prefill grams delta rule fp32 K=128 V=128"],
-        rows["gated_delta_rule", "prefill chunks K=128 V=128"],
+        rows["gated_delta_rule", "prefill systems"],
+        rows["gated_delta_rule", "prefill updates K=128 V=128"],
         rows["state_records", "prefill states delta rule fp32 K=128 V=128"],
         rows["state_records", "prefill outputs delta rule fp32 K=128 V=128"],
     ]
     assert all(row.instructions > 0 for row in long)
-    assert sum(row.instructions for row in long) <= 800 * COUNTED_TOKENS
+    assert sum(row.instructions for row in long) <= 1_100 * COUNTED_TOKENS
     assert rows["gated_delta_rule", "extend split fp32 K=128 V=128"].instructions > 3_000 * COUNTED_TOKENS
 
 

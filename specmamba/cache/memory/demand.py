@@ -186,7 +186,7 @@ class Demand:
 
     def _drafter_bytes(self, max_nodes: int) -> int:
         """Bytes of a draft head's pending and missed tokens of one request, with the target's states before them."""
-        missed = MISSED_TOKENS if self.config.speculative_adaptive == "auto" else 0
+        missed = 2 * MISSED_TOKENS if self.config.speculative_adaptive == "auto" else 0  # joined where rows come back
         if self.shape.draft_context:
             return missed * self.shape.draft_context * self.shape.dtype.itemsize
         if not self.shape.draft_features or self.shape.draft_model is not None:

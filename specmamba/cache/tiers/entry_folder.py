@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class EntryFolder:
 
     def touch(self, name: Name) -> None:
         """Set the time of last use to now."""
-        os.utime(self.file(name))
+        now = time.time_ns()  # a file server may have another clock
+        os.utime(self.file(name), ns=(now, now))
 
     def remove(self, name: Name) -> None:
         """Remove an entry's file, if it is still there."""

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from specmamba.kernels.aot.addresses import wrong_addresses
 
 SHARED = 0x4000
+LABEL = re.compile(r"^.*(\.L\w+:) ;$")  # it has no number
 BASE = """
 UMOV UR5, 0x400
 S2UR UR4, SR_CgaCtaId
@@ -36,7 +37,7 @@ def flaws(*lines: str) -> list[str]:
     numbered = (
         f"        /*{16 * i:04x}*/                   {line.rstrip(' ;')} ;" for i, line in enumerate(code) if line
     )
-    return wrong_addresses("\n".join(numbered), SHARED)
+    return wrong_addresses("\n".join(LABEL.sub(r"\1", line) for line in numbered), SHARED)
 
 
 def descriptor(low: str = "UR6", high: str = "UR7", offset: int = 0x80) -> str:
@@ -78,3 +79,13 @@ def test_what_is_not_known_is_no_flaw() -> None:
     assert not flaws(BASE, descriptor(low="UR40"), product())
     assert not flaws(BASE, "R2UR UR6, R4", descriptor(), product())
     assert not flaws(BASE, TOKEN, descriptor(), "@P0 UMOV UR18, UR8", product())
+    assert not flaws(BASE, TOKEN, "UMOV UR18, UR8", "ULOP3.LUT UP0, UR18, UR3, UR4, URZ, 0xc0, !UPT", product())
+    assert not flaws(BASE, TOKEN, "UMOV UR19, UR8", "UIMAD.WIDE UR18, UR3, UR4, URZ", product())
+
+
+def test_branches() -> None:
+    """What a branch forward leaves out is not known behind it; a loop begins with what is before it."""
+    branch, label, back = "@P0 BRA `(.L_x_0)", ".L_x_0:", "@P0 BRA `(.L_x_1)"
+    assert not flaws(BASE, TOKEN, descriptor(), branch, "UMOV UR18, UR8", label, product())
+    assert len(flaws(BASE, TOKEN, descriptor(), "UMOV UR18, UR8", branch, "UMOV UR3, UR8", label, product())) == 1
+    assert len(flaws(BASE, TOKEN, descriptor(low="UR8"), ".L_x_1:", product(), back)) == 1
