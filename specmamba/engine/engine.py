@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import ClassVar
@@ -702,9 +703,11 @@ class Engine:
     def close(self) -> None:
         """Drop all requests, and restore the number of threads that was set before this engine."""
         step, self._in_flight, self._untold = self._in_flight, None, []
-        if step is not None:
-            step.read.wait()  # the memory of its requests is freed
-        for request in self._chain.take()[1]:
+        behind, ended = self._chain.take()
+        with suppress(RuntimeError):  # a device that has failed; all else is closed nevertheless
+            for launched in filter(None, (step, behind)):
+                launched.read.wait()  # the memory of its requests is freed
+        for request in ended:
             self.runner.dismiss(request)
             self.scheduler.release(request)
         for request_id in list(self._requests):

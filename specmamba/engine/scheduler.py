@@ -191,6 +191,7 @@ class Scheduler:
         for run in runs:
             run.request.num_run += run.length
             if run.request.num_to_extend == 0:
+                self._num_changes += 1  # others may wait for what it has computed
                 self.extending.remove(run.request)
                 self.verifying.append(run.request)
                 ready.append(run.request)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import KNOWN_STOPS, Request
 from specmamba.verify.result import StepOutput, StepResult
+from tests.draft.test_chained_mtp import write_demo
 from tests.engine.test_engine import (
     answer,
     answers,
@@ -28,6 +31,7 @@ from tests.engine.test_engine import (
     text_of,
     tokens_of,
 )
+from tests.models.test_model_exact import new_engine
 from tests.verify.deferred import DeferredReplay, deferred, random_delays
 from tests.verify.test_captured_steps import answer_all, assert_same_answers, new_llm
 
@@ -105,6 +109,66 @@ def plain() -> Iterator[Engine]:
         run(engine, requests_of())
         yield engine
     engine.close()
+
+
+def write_trees(folder: Path) -> Path:
+    """A file of two trees: eight nodes for one and two requests, two for more."""
+    small = {"parents": [-1, 0], "ranks": [0, 0]}
+    large = {"parents": [-1, 0, 1, 2, 3, 4, 5, 0], "ranks": [0, 0, 0, 0, 0, 0, 0, 1], "max_batch_size": 2}
+    (folder / "trees.json").write_text(json.dumps({"format": "specmamba-tree/1", "trees": [large, small]}))
+    return folder / "trees.json"
+
+
+def test_a_batch_that_gets_larger_trees_is_read_first(tmp_path: Path) -> None:
+    """A step decides for trees of its own size whether the next one folds."""
+    flags = {"speculative_tree": str(write_trees(tmp_path)), "speculative_algorithm": "mtp", "max_running_requests": 4}
+    chained, direct = build(**flags, cuda_graph_max_bs=4), build(**flags, disable_cuda_graph=True)
+    with deferred(chained, random_delays(1, longest=0.001)) as replay:
+        for cut in (20, 26, 32, 35, 41):
+            lengths = (70, 70, cut)
+            requests = [(str(i), list(PROMPTS[i]), change(LONG, max_tokens=n)) for i, n in enumerate(lengths)]
+            texts = []
+            for engine in (chained, direct):  # which has the trees of its own number of requests, not of a bucket's
+                texts.append({name: tokens_of(deltas) for name, deltas in run(engine, requests).items()})
+                engine.flush_cache()
+            assert texts[0] == texts[1]
+        assert replay.num_chained > 100
+    for engine in (chained, direct):
+        engine.close()
+
+
+def test_a_request_that_waits_for_anothers_prompt_is_admitted_when_that_was_run() -> None:
+    engine = build(mtp=0, cuda_graph_max_bs=4, max_running_requests=4, chunked_prefill_size=128)
+    prompt, firsts = [7 * i % 900 + 5 for i in range(200)], dict[str, int]()
+    with deferred(engine, random_delays(1, longest=0.001)):
+        run(engine, [("before", [1, 2, 3], LONG)])
+        for name in "ab":
+            engine.add_request(name, prompt, change(LONG, max_tokens=60))
+        number = 0
+        while engine.has_unfinished_requests:
+            number += 1
+            for delta in engine.step():
+                firsts.setdefault(delta.request_id, number)
+        assert chain_of(engine).num_chained > 0
+    engine.close()
+    assert firsts["b"] < firsts["a"] + 10
+
+
+def test_a_stop_string_with_a_head_of_several_modules_and_one_step(tmp_path: Path) -> None:
+    """States before tokens of all modules are kept where one is used; such a head leads no chain."""
+    write_demo(tmp_path / "demo", 3)
+    flags = {"max_running_requests": 4, "speculative_adaptive": "off"}
+    chained, direct = (
+        new_engine(tmp_path / "demo", 1, **flags, **one)
+        for one in ({"cuda_graph_max_bs": 4}, {"disable_cuda_graph": True})
+    )
+    text = text_of(run(direct, [("0", list(PROMPTS[0]), LONG)])["0"])
+    requests = [("0", list(PROMPTS[0]), change(LONG, stop=(text[12:15],))), ("1", list(PROMPTS[1]), LONG)]
+    with deferred(chained, random_delays(1, longest=0.001)):
+        for _ in range(2):
+            both(chained, direct, requests)
+    for engine in (chained, direct):
+        engine.close()
 
 
 class TestTexts:

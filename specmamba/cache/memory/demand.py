@@ -185,13 +185,17 @@ class Demand:
         return replace(self, config=self.config.model_copy(update=changes))
 
     def _drafter_bytes(self, max_nodes: int) -> int:
-        """Bytes of a draft head's pending and missed tokens of one request, with the target's states before them."""
+        """Bytes of a draft head's pending and missed tokens of one request, with the target's states before them.
+
+        Where sizes are fixed, states before the tokens that were pending before a step are kept too, for steps that are
+        launched behind it.
+        """
         missed = 2 * MISSED_TOKENS if self.config.speculative_adaptive == "auto" else 0  # joined where rows come back
         if self.shape.draft_context:
             return missed * self.shape.draft_context * self.shape.dtype.itemsize
         if not self.shape.draft_features or self.shape.draft_model is not None:
             return 0
-        num_tokens = pending_token_capacity(max_nodes) + missed
+        num_tokens = pending_token_capacity(max_nodes) + (missed or max_nodes)
         return num_tokens * (self.shape.draft_features * self.shape.dtype.itemsize + SLOT_BYTES)
 
     def _draft_model_bytes(self, max_nodes: int) -> int:

@@ -146,7 +146,7 @@ class MTPDrafter(Drafter):
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
     def may_follow(self, batch_size: int) -> bool:
-        return self._num_modules == 1 and self.num_nodes(batch_size) > 1
+        return len(self.pending.before) == 1 and self.num_nodes(batch_size) > 1
 
     def keep(self, batch: Batch) -> None:
         self.pending.keep(batch, self.max_nodes)
