@@ -121,7 +121,8 @@ def write_trees(folder: Path) -> Path:
 
 def test_a_batch_that_gets_larger_trees_is_read_first(tmp_path: Path) -> None:
     """A step decides for trees of its own size whether the next one folds."""
-    flags = {"speculative_tree": str(write_trees(tmp_path)), "speculative_algorithm": "mtp", "max_running_requests": 4}
+    flags: dict[str, Any] = {"speculative_tree": str(write_trees(tmp_path)), "speculative_algorithm": "mtp"}
+    flags["max_running_requests"] = 4
     chained, direct = build(**flags, cuda_graph_max_bs=4), build(**flags, disable_cuda_graph=True)
     with deferred(chained, random_delays(1, longest=0.001)) as replay:
         for cut in (20, 26, 32, 35, 41):
