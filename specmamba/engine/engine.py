@@ -704,7 +704,7 @@ class Engine:
         """Drop all requests, and restore the number of threads that was set before this engine."""
         step, self._in_flight, self._untold = self._in_flight, None, []
         behind, ended = self._chain.take()
-        with suppress(RuntimeError):  # a device that has failed; all else is closed nevertheless
+        with suppress(Exception):  # of a device that has failed: all else is closed nevertheless
             for launched in filter(None, (step, behind)):
                 launched.read.wait()  # the memory of its requests is freed
         for request in ended:
