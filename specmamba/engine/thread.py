@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +24,7 @@ __all__ = ["EngineConstants", "EngineRequest", "EngineThread"]
 
 logger = logging.getLogger("specmamba")
 
+SIGNAL_INTERVAL_S = 0.2  # of waits for an engine that loads
 LOST_GRACE_S = 3.0  # in which a step ends by itself when a process is lost that it waits for
 T = TypeVar("T")
 
@@ -68,6 +69,9 @@ class EngineThread:
     def start(self) -> None:
         """Start the thread and wait until the engine is built. Raises the exception of a build that fails."""
         self._thread.start()
+        # Handlers of signals run between waits: one that arrives right before a wait does not interrupt it.
+        while not self._loaded.done():
+            wait([self._loaded], SIGNAL_INTERVAL_S)
         self._loaded.result()
 
     @property
