@@ -39,6 +39,7 @@ def test_rows_of_all_lengths(
     case.check(*case.run(gpu_device))
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("strong", [False, True])
 def test_errors(strong: bool, gpu_device: str) -> None:
     """Decays from 0 to -3000, mixed, too: one side of a pair of tokens alone would be e^3000 times as large."""
@@ -71,6 +72,7 @@ def test_keys_that_repeat_and_large_steps(gpu_device: str) -> None:
     assert max(mine) < 2**-12
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("field", Tokens._fields)
 def test_nan_stays_in_its_row(field: str, gpu_device: str) -> None:
     check_nan(make_tokens(2, 129, (1, 1, 8, 8), seed=9), field, gpu_device)
