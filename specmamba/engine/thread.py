@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specmamba.core import FinishReason, OutputDelta
 from specmamba.engine.channels import CommandQueue, EngineConstants, EngineRequest, LoopWaker, OpenRequest
-from specmamba.errors import EngineFailedError, EngineStoppedError, SpecmambaError
+from specmamba.errors import EngineFailedError, EngineStoppedError, RankLostError, SpecmambaError
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
@@ -271,6 +271,8 @@ class EngineThread:
                 continue  # it was aborted
             try:
                 _add_to(engine, entry.request)
+            except RankLostError:
+                raise  # nothing can be computed any more
             except Exception as error:  # what is wrong with one request must not end the others
                 if not isinstance(error, SpecmambaError):
                     logger.exception("the request %s could not be added", entry.request.request_id)

@@ -14,7 +14,7 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.engine import channels
-from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError
+from specmamba.errors import EngineFailedError, EngineStoppedError, RankLostError, RequestError
 from specmamba.sampling_params import GrammarSpec
 from tests.engine.test_engine import assert_idle
 from tests.tiny import write_tiny_checkpoint
@@ -206,6 +206,16 @@ def test_a_request_that_cannot_be_added_is_alone(llm: LLM, monkeypatch: pytest.M
     assert [output.finish_reason for output in outputs] == ["length", "error"]
     assert outputs[1].error == "ValueError: this is unexpected"
     assert_idle(llm.engine)
+
+
+def test_a_rank_that_is_lost_when_a_request_is_added_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise RankLostError("rank 1 is lost")
+
+    with LLM(dtype="float32", device="cpu", context_length=128) as llm:
+        monkeypatch.setattr(llm.engine, "add_request", lost)
+        with pytest.raises(EngineFailedError, match="rank 1 is lost"):
+            llm.generate("x")
 
 
 def test_a_failure_reaches_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
