@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.bench.serving.server import StartedServer, python_path
-from specmamba.bench.soak.server import ServerProcess
+from specmamba.bench.soak.server import ServerProcess, free_port
 from specmamba.config import EngineConfig
 
 _END_TIMEOUT_S = 90.0  # the cluster ends with the command
@@ -68,7 +67,7 @@ def declared(config: EngineConfig, num_replicas: int, key_file: Path) -> dict[st
     return {
         "name": "bench",
         "ray_address": "local",
-        "http": {"port": _free_port()},
+        "http": {"port": free_port()},
         "model": model,
         "tp_size": tp_size,
         "replicas": num_replicas,
@@ -76,8 +75,3 @@ def declared(config: EngineConfig, num_replicas: int, key_file: Path) -> dict[st
         "admin_key_file": str(key_file),
         "flags": {**flags, "disable_log_requests": True, "stream_chunk_interval": 0},
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for those of libraries that have pages; its type if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class SpecmambaError(Exception):
     """Base of all errors that specmamba raises on purpose."""
 

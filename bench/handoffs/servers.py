@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specmamba.bench.handoffs.options import HandoffsBenchConfig
-from specmamba.bench.soak.server import ServerProcess, server_process
+from specmamba.bench.soak.server import ServerProcess, free_port, server_process
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, SpecmambaError
 
@@ -117,7 +116,7 @@ def started(config: HandoffsBenchConfig) -> Iterator[tuple[Way, Way]]:
         SpecmambaError: one does not start.
     """
     every, half = threads_of(config)
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="specmamba-handoffs-") as folder:
         key = Path(folder, "key")
         key.touch(mode=0o600)
@@ -140,8 +139,3 @@ def _server(config: HandoffsBenchConfig, name: str, threads: int, *flags: str) -
     variables = {"OMP_NUM_THREADS": str(threads)}
     with server_process(engine, config.startup_timeout, (*_FLAGS, *flags), variables) as server:
         yield server
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])

@@ -65,8 +65,7 @@ def measure_elastic(config: PrefixBenchConfig, source: TextSource) -> dict[str, 
             "end_bytes": plan.end_bytes,
         }
         moves = measure_moves(llm.engine.pools, config.rounds)
-        ratio = config.mamba_full_memory_ratio
-        with start_engine(config, elastic_pools="off", mamba_full_memory_ratio=ratio) as fixed:
+        with start_engine(config, elastic_pools="off") as fixed:
             steps = _measure_steps(config, {"elastic": llm, "fixed": fixed}, source)
     return sizes | {"moves": moves, "steps": steps}
 
@@ -175,8 +174,7 @@ class _HeldPages:
 
     def hold(self) -> None:
         allocator = self.pools.kv.allocator
-        pages = allocator.allocate(allocator.num_free)
-        pages = np.sort(pages)
+        pages = np.sort(allocator.allocate(allocator.num_free))
         allocator.release(pages[: len(pages) // 2], pinned=True)
         self.pages = pages[len(pages) // 2 :]
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -210,3 +211,9 @@ async def sample_rss(server: ServerProcess, samples: list[tuple[float, float]]) 
             print("the server's process is gone", file=sys.stderr)
             return
         await asyncio.sleep(_SAMPLE_S)
+
+
+def free_port() -> int:
+    """A port that a server can be told to listen at."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])

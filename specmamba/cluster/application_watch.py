@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specmamba.errors import first_line
+from specmamba.server.listener import http_url
+
 logger = logging.getLogger("specmamba")
 
 _WRONG = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -111,11 +114,6 @@ class ApplicationWatch:
         return None
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's text; those of Ray have pages."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def addresses_of(details: Mapping[str, Any]) -> list[str]:
     """Where the proxies of Ray Serve take HTTP.
 
@@ -134,11 +132,6 @@ def addresses_of(details: Mapping[str, Any]) -> list[str]:
         serving = [proxy for proxy in proxies if _word(proxy.get("status")) == _SERVES] or list(proxies)
         hosts = sorted({str(proxy["node_ip"]) for proxy in serving if proxy.get("node_ip")}) or hosts
     return [http_url(each, port) for each in hosts]
-
-
-def http_url(host: str, port: int) -> str:
-    """The address of an HTTP server."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _is_everywhere(host: str) -> bool:

@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specmamba.cluster.application_watch import ApplicationWatch, addresses_of, first_line, http_url
+from specmamba.cluster.application_watch import ApplicationWatch, addresses_of
 from specmamba.cluster.cluster_config import ClusterConfig
 from specmamba.cluster.deployment_file import DeploymentFile, plan_rows, read_deployment
-from specmamba.errors import ConfigError
+from specmamba.errors import ConfigError, first_line
+from specmamba.server.listener import http_url
 
 logger = logging.getLogger("specmamba")
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from specmamba.cluster.application_watch import http_url
 from specmamba.cluster.cluster_config import ClusterConfig, config_of_args, kinds_of, named
 from specmamba.errors import ConfigError
 from specmamba.flags.near_names import did_you_mean
 from specmamba.flags.other_names import OTHER_NAMES, Renamed, translated
+from specmamba.server.listener import http_url
 from specmamba.server_config import Seconds
 
 _MAX_FILE_BYTES = 1 << 20

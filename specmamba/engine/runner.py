@@ -163,7 +163,8 @@ class Runner:
         requests = [step.requests[place] for place in places]
         if len(requests) < len(step.requests) and any(request.params.logit_bias for request in step.requests):
             return None  # they are written by the host, and number the rows
-        num_nodes = drafter.num_nodes(graphs.bucket(len(requests)) or len(requests))
+        bucket = graphs.bucket(len(requests)) or len(requests)
+        num_nodes = drafter.num_nodes(bucket)
         if num_nodes != step.num_nodes:
             return None  # that step has decided for trees of its own size which rows fold
         began, rows = time.perf_counter(), tuple([request.held_row for request in requests])
@@ -171,7 +172,7 @@ class Runner:
         output = graphs.follow(self._call(requests, pending_tokens, drafter), places)
         if output is None:
             return None
-        read, bucket = graphs.replay.read(output.columns), graphs.bucket(len(rows)) or len(rows)
+        read = graphs.replay.read(output.columns)
         return StepInFlight(requests, rows, output, read, False, False, True, began, num_nodes, True, bucket)
 
     @property

@@ -40,8 +40,12 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 def url_of(listener: socket.socket) -> str:
     """The URL at which a listening socket is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+    return http_url(*listener.getsockname()[:2])
+
+
+def http_url(host: str, port: int) -> str:
+    """The address of an HTTP server; ``host``: a name, or an address of either kind."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_reached_from_outside(listener: socket.socket) -> bool:

@@ -100,18 +100,16 @@ class MissedSteps:
             self._runs = list(self._runs_of_steps())
         own = [run.of(row, begin) for run in self._runs if row in run.rows and run.first + len(run.decided) > begin]
         self.forget(row)
-        states = [states for _, states in own]
-        joined = states[0] if len(states) == 1 else torch.cat(states) if states else torch.zeros(0, 0)
-        return MissedTokens(lost.number, lost.newest, [token for tokens, _ in own for token in tokens], joined)
+        states = _joined([states for _, states in own], 0) if own else torch.zeros(0, 0)
+        return MissedTokens(lost.number, lost.newest, [token for tokens, _ in own for token in tokens], states)
 
     def _runs_of_steps(self) -> Iterator[_Run]:
         first = self._num_steps - len(self._steps)
         numbered = enumerate(self._steps, first)
         for _, group in groupby(numbered, lambda x: (x[1][0], -1 if x[1][2].shape[1] == 1 else x[0])):
             steps = [step for _, step in group]
-            states = [states for _, _, states in steps]
-            joined = states[0] if len(states) == 1 else torch.cat(states, 1)
-            yield _Run(first, steps[0][0], [decided for _, decided, _ in steps], joined)
+            states = _joined([states for _, _, states in steps], 1)
+            yield _Run(first, steps[0][0], [decided for _, decided, _ in steps], states)
             first += len(steps)
 
     def _lose_oldest(self) -> None:
@@ -122,3 +120,8 @@ class MissedSteps:
             if self._began.get(row, number + 1) <= number:
                 lost = self._lost.setdefault(row, _Lost())
                 lost.number, lost.newest = lost.number + len(tokens), tokens[-1]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate parts; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

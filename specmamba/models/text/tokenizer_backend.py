@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specmamba.checkpoints.files import MAX_TEXT_BYTES, read_json
-from specmamba.errors import CheckpointError, SpecmambaError
+from specmamba.errors import CheckpointError, SpecmambaError, first_line
 from specmamba.models.text.text_growth import growth
 
 T = TypeVar("T")
@@ -103,16 +103,12 @@ def guarded(function: Callable[..., T], *args: object, **options: object) -> T:
         raise
     # The parsers of its files raise exceptions of any type, bare Exception included.
     except Exception as error:
-        raise BackendError(_first_line(error)) from error
+        raise BackendError(first_line(error)) from error
     # A panic in Rust is a BaseException, of a type that cannot be imported.
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise BackendError(_first_line(error)) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise BackendError(first_line(error)) from error
 
 
 def byte_of_character() -> dict[str, int]:
