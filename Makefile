@@ -14,6 +14,8 @@ PYTEST = $(BIN)/pytest --numprocesses auto --dist worksteal
 
 export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images set it. Then each of pytest's workers, and each of the hundred processes that tests start, compiles all sources.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve generate test test-slow test-all check format clean FORCE

@@ -1,13 +1,14 @@
 """Drafts whose size is decided in each step beside fixed sizes, for some numbers of requests and kinds of text.
 
     python -m specmamba.bench.adaptive [--model DIR | --family NAME] [--json FILE] [--batches 1,4,8,16] [--rounds 9]
-        [--warm-rounds 3] [--temperatures 0,0.8] [--replay] [--synthetic-acceptance 0.1,0.5,0.9] [any engine flag]
+        [--warm-rounds 60] [--temperatures 0,0.8] [--replay] [--synthetic-acceptance 0.1,0.5,0.9] [any engine flag]
 
 Batches of requests decode together; all ways to draft take turns within a round, and each keeps what it has learned for
-the next one. Some rounds before them, in which kinds of steps are first run and recorded, do not count. Requests bring
-seeds, so all are decided under ``target``; with ``--replay`` there are also cells whose text is given: what follows the
-bundled prompts in their source. With ``--synthetic-acceptance`` there are cells in which a first child is accepted with
-a given probability: they show where drafts begin to pay. ``--family`` takes a checkpoint of
+the next one. Rounds before them, in which steps are recorded and options first tried, do not count; all but the first
+ones are of the adaptive way alone. Requests bring seeds, so all are decided under ``target``; with ``--replay`` there
+are also cells whose text is given: what follows the bundled prompts in their source. With
+``--synthetic-acceptance`` there are cells in which a first child is accepted with a given probability: they show where
+drafts begin to pay. ``--family`` takes a checkpoint of
 ``specmamba.bench.families``, with random weights and n-grams as drafts.
 
 Reported are medians over rounds of tokens per second over those of plain decoding in the same round, and the interval
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 PROG = "python -m specmamba.bench.adaptive"
 PLAIN, ADAPTIVE = "plain", "adaptive"
+ROUNDS_TO_RECORD = 3  # in which all ways meet their kinds of steps
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"speculative_algorithm": "none"},
     "chain of 1": {"speculative_num_steps": 1},
@@ -85,7 +87,7 @@ class AdaptiveBenchConfig(JsonOption):
 
     disable_radix_cache: NoRadixCache = True
     rounds: Annotated[Count, Field(description="rounds of all ways; medians over them are reported")] = 9
-    warm_rounds: Annotated[Count, Field(description="rounds of a cell before them, which do not count")] = 3
+    warm_rounds: Annotated[Count, Field(description="rounds of a cell before them, which do not count")] = 60
     batches: Annotated[tuple[Count, ...], Field(description="requests at a time")] = (1, 4, 8, 16)
     max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 192
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
@@ -159,20 +161,20 @@ def time_cell(
     llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str, advance: Callable[[], None]
 ) -> dict[str, Any]:
     """Run all ways in turns, ``advance`` for each round; the first ones, in which steps are recorded, do not count."""
+    _warm_up(llm, config, cell, algorithm, advance)
     speeds: dict[str, list[float]] = defaultdict(list)
     lengths: dict[str, list[float]] = defaultdict(list)
     drafted: list[float] = []
     decided: list[float] = []
-    for number in range(config.rounds + config.warm_rounds):
+    for number in range(config.rounds):
         jobs = jobs_of(llm, config, cell, number)
         for way in in_turn(number):
             found = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
-            if number >= config.warm_rounds:
-                speeds[way].append(found.speed)
-                lengths[way].append(found.length)
-                if way == ADAPTIVE:
-                    drafted.append(found.drafted)
-                    decided.append(found.decided)
+            speeds[way].append(found.speed)
+            lengths[way].append(found.length)
+            if way == ADAPTIVE:
+                drafted.append(found.drafted)
+                decided.append(found.decided)
         advance()
     ways: dict[str, dict[str, Any]] = {}
     for way in WAYS:
@@ -194,6 +196,15 @@ def time_cell(
         "over_best_interval": [round(end, 3) for end in median_interval(over)],
         "ways": ways,
     }
+
+
+def _warm_up(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str, advance: Callable[[], None]) -> None:
+    """Run the rounds that do not count; arguments as for ``time_cell``."""
+    for number in range(config.warm_rounds):
+        jobs = jobs_of(llm, config, cell, config.rounds + number)
+        for way in WAYS if number < ROUNDS_TO_RECORD else (ADAPTIVE,):
+            time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
+        advance()
 
 
 def in_turn(number: int) -> list[str]:

@@ -21,13 +21,16 @@ _END_TIMEOUT_S = 90.0  # the cluster ends with the command
 
 
 @contextmanager
-def ray_deployment(config: EngineConfig, num_replicas: int, timeout_s: float) -> Iterator[ServerProcess]:
+def ray_deployment(
+    config: EngineConfig, num_replicas: int, timeout_s: float, stream_chunk_interval: float = 0.0
+) -> Iterator[ServerProcess]:
     """Run ``specmamba deploy`` until the context ends.
 
     Args:
         config: of each replica's engine.
         num_replicas: they share the CPUs of this machine.
         timeout_s: for its start.
+        stream_chunk_interval: as of ``specmamba serve``.
 
     Raises:
         SpecmambaError: it does not start in time, as where Ray is not installed.
@@ -37,7 +40,8 @@ def ray_deployment(config: EngineConfig, num_replicas: int, timeout_s: float) ->
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         file, key_file, key = Path(folder, "deployment.yaml"), Path(folder, "operator"), secrets.token_hex()
         key_file.write_text(key)
-        file.write_text(json.dumps(declared(config, num_replicas, key_file)))  # which is YAML too
+        given = declared(config, num_replicas, key_file, stream_chunk_interval)
+        file.write_text(json.dumps(given))  # which is YAML too
         process = subprocess.Popen(
             [sys.executable, "-m", "specmamba", "deploy", str(file)],
             stdin=subprocess.DEVNULL,
@@ -57,7 +61,9 @@ def ray_deployment(config: EngineConfig, num_replicas: int, timeout_s: float) ->
                 server.end()
 
 
-def declared(config: EngineConfig, num_replicas: int, key_file: Path) -> dict[str, Any]:
+def declared(
+    config: EngineConfig, num_replicas: int, key_file: Path, stream_chunk_interval: float = 0.0
+) -> dict[str, Any]:
     """What the file says: the flags that were given, and the CPUs of this machine for the replicas."""
     cpus = (os.cpu_count() or 1) / num_replicas
     flags = config.model_dump(mode="json", include=set(EngineConfig.model_fields), exclude_unset=True)
@@ -73,5 +79,5 @@ def declared(config: EngineConfig, num_replicas: int, key_file: Path) -> dict[st
         "replicas": num_replicas,
         "resources": {"replica_cpus": float(int(cpus)) if cpus > 1 else cpus, "ingress_cpus": 0},
         "admin_key_file": str(key_file),
-        "flags": {**flags, "disable_log_requests": True, "stream_chunk_interval": 0},
+        "flags": {**flags, "disable_log_requests": True, "stream_chunk_interval": stream_chunk_interval},
     }

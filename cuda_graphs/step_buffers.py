@@ -66,13 +66,14 @@ class Columns:
             queue: gives copies to the device.
         """
         self._names = {name: place for place, name in enumerate(padding)}
-        self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None]
+        on_host = torch.tensor(list(padding.values()), dtype=dtype)[:, None]
+        self._padding = on_host.numpy()
         self._is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
         shape = len(padding), num_rows
         pieces = [_Piece(shape, dtype, device) for _ in range(2 if self._is_mirrored else 1)]
         self._pieces, self._queue = cycle(pieces), queue
         self._device = torch.empty(shape, dtype=dtype, device=device) if self._is_mirrored else pieces[0].memory
-        self.padding = self._padding.to(device)  # [columns, 1]
+        self.padding = on_host.to(device)  # [columns, 1]
         self.write({})
 
     def write(self, columns: Mapping[str, Sequence[float]]) -> None:
@@ -83,7 +84,7 @@ class Columns:
         """
         piece = next(self._pieces)
         piece.wait()
-        piece.numbers[:] = self._padding.numpy()
+        piece.numbers[:] = self._padding
         for name, numbers in columns.items():
             piece.numbers[self._names[name], : len(numbers)] = numbers
         if self._is_mirrored:
@@ -105,14 +106,15 @@ class Columns:
         numbers = torch.stack([x.to(self._device.dtype) for x in columns.values()])
         self._device[places, : len(is_row)] = numbers.where(is_row, self.padding[places])
 
-    def keep(self, places: Tensor) -> None:
+    def keep(self, places: Tensor, others: Columns) -> None:
         """Move rows on the device.
 
         Args:
-            places: [num_rows] int64, which row each one gets its numbers from; negative: it becomes padding.
+            places: [num_rows] int64, which row each one gets its numbers from; negative: from the same row of others.
+            others: the same columns, written for this.
         """
         moved = self._device.index_select(1, places.clamp(min=0))
-        self._device.copy_(moved.where(places >= 0, self.padding))
+        self._device.copy_(moved.where(places >= 0, others._device))
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:

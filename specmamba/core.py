@@ -113,7 +113,7 @@ class ChainStats:
     num_chained: int  # before whose read the next one was launched
     num_discarded: int  # rows of steps whose requests had ended before
     num_for_host: int  # steps before which the host had a part: grammars, penalties, sizes, a kind's first step
-    num_for_requests: int  # before which requests came, extended, or all ended
+    num_for_requests: int  # before which requests came or extended that may not join, or all ended
     num_for_memory: int  # before which KV had to be made free, or a state was to be left
 
 

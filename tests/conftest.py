@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from contextlib import suppress
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no test may need a network
 # Tests of fixed sizes of drafts are about the sizes that they name; tests of adaptive ones ask for them.
 os.environ.setdefault("SPECMAMBA_SPECULATIVE_ADAPTIVE", "off")
+# Threads of processes that tests start would wait for each other busily, on cores where other tests run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 import torch
 
 with suppress(ImportError):  # tests of kernels run where it is missing, as on an image for GPUs
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("specmamba", deadline=None, derandomize=True)
+    # a process that waits for its core draws slowly, too
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("specmamba", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("specmamba")
 
 
@@ -46,6 +51,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cases(items)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # the order of the others stays
     if torch.cuda.is_available():
         return
     for item in items:
@@ -57,9 +63,10 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases that ``fast_cases`` leaves to the slow tier, and take out those that only a full run has.
 
     ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
-    whose id contains one of the strings. Of more than ``MANY`` others the slow tier has every second one.
+    whose id contains one of the strings. Of more than ``MANY`` others the slow tier has about every second one; of more
+    than three times as many about every third, by a number that their names make, since parameters take turns.
     """
-    left_out = set()
+    left_out = set[pytest.Item]()
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("fast_cases"):
@@ -76,7 +83,8 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
         for item in others:
             item.add_marker(pytest.mark.slow)
         if len(others) > MANY and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
-            left_out.update(others[1::2])
+            nth = 3 if len(others) > 3 * MANY else 2
+            left_out.update(item for item in others if zlib.crc32(item.nodeid.encode()) % nth)
     items[:] = [item for item in items if item not in left_out]
 
 

@@ -102,10 +102,10 @@ def elastic_pools(num_tokens: int, num_slots: int, driver: CudaDriver | None = N
     """Engines that start here have pools of these sizes, elastic unless ``--elastic-pools off``."""
 
     def plan(
-        config: EngineConfig, shape: CacheShape, context: int, *sizes: Any, elastic_chunk: int | None
+        config: EngineConfig, shape: CacheShape, context: int, *sizes: Any, elastic_chunk: int | None, **more: Any
     ) -> MemoryPlan:
         given = {"max_total_tokens": num_tokens, "max_mamba_cache_size": num_slots}
-        made = plan_memory(config.model_copy(update=given), shape, context, *sizes)
+        made = plan_memory(config.model_copy(update=given), shape, context, *sizes, **more)
         longest = config.context_length or context
         return made if elastic_chunk is None else elastic_plan(made, shape, longest, driver)
 

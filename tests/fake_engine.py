@@ -237,6 +237,9 @@ class FakeEngine:
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Nothing is lost."""
 
+    def wake(self) -> None:
+        """Nothing waits for other processes."""
+
     def when_due(self, callback: Callable[[], None]) -> None:
         """Nothing is ever due."""
 

@@ -44,6 +44,8 @@ class Style:
     has_biases: bool = False
     has_qk_norm: bool = False
     adds_normed: bool = False
+    norms_features: bool = False  # in front of fc
+    left_out: tuple[str, ...] = ()  # of the config
     reads: tuple[int, ...] | None = (2, 2, 1)  # layers of the target; None: its last hidden state
     config: tuple[tuple[str, Any], ...] = ()
 
@@ -53,6 +55,18 @@ class Style:
 
 
 NESTED_IDS = ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True})
+
+OUTSIDE = {
+    *("draft_vocab_size", "eagle_config", "norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
+    *("eagle_aux_hidden_state_layer_ids", "speculators_config", "speculators_model_type"),
+}
+SPECULATORS = (
+    ("norm_before_residual", True),
+    ("norm_before_fc", True),
+    ("eagle_aux_hidden_state_layer_ids", [1, 2, 3]),
+    ("speculators_model_type", "eagle3"),
+    ("speculators_config", {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 3}]}),
+)
 
 STYLES: dict[str, Style] = {
     "eagle": Style("LlamaForCausalLMEagle"),
@@ -90,6 +104,17 @@ STYLES: dict[str, Style] = {
         has_output=True,
         reads=(1, 2, 3),
         config=(NESTED_IDS,),
+    ),
+    "eagle3-speculators": Style(
+        "Eagle3DraftModel",
+        nested="transformer_layer_config",
+        draft_vocab=60,
+        has_output=True,
+        adds_normed=True,
+        norms_features=True,
+        reads=(1, 2, 3),
+        left_out=("hidden_act", "max_position_embeddings", "tie_word_embeddings"),
+        config=SPECULATORS,
     ),
     "eagle3-last": Style(
         "LlamaForCausalLMEagle3", "midlayer.", reads=None, config=(("eagle_config", {"use_aux_hidden_state": False}),)
@@ -170,6 +195,8 @@ def head_tensors(style: Style, config: dict[str, Any], target_width: int, seed: 
     tensors = {"fc.weight": random.matrix(width, num_inputs)} if num_inputs else {}
     if style.has_biases:
         tensors["fc.bias"] = random.bias(width)
+    if style.norms_features:
+        tensors["input_norm.weight"] = random.scales(num_inputs)
     for layer in range(style.num_layers):
         tensors |= layer_tensors(style, config, random, layer)
     if style.is_eagle3:
@@ -217,8 +244,9 @@ def save(head: Head, **changes: Any) -> None:
         tensors["t2d"] = torch.isin(torch.arange(head.config["vocab_size"]), head.target_ids)
     save_file(tensors, head.folder / "model.safetensors", {"format": "pt"})
     config = {name: value for name, value in {**head.config, **changes}.items() if value is not None}
+    config = {name: value for name, value in config.items() if name not in style.left_out}
     if style.nested is not None:
-        outside = {"draft_vocab_size", "eagle_config"} & config.keys()
+        outside = OUTSIDE & config.keys()
         config = {name: config[name] for name in outside} | {
             style.nested: {name: value for name, value in config.items() if name not in outside}
         }
@@ -245,7 +273,8 @@ class Reference:
         """[L, F] -> [L, W]."""
         if not self.style.is_eagle3 or self.style.reads is None:
             return features.double()
-        return self._linear("fc", features.double())
+        features = features.double()
+        return self._linear("fc", self._norm("input_norm", features) if self.style.norms_features else features)
 
     def __call__(self, tokens: list[int], hidden: Tensor, first: int) -> Tensor:
         """Entries of tokens [L] at positions ``first`` and up, with hidden states [L, W]: the head's own [L, W]."""

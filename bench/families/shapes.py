@@ -66,6 +66,24 @@ KIMI_LINEAR: dict[str, Any] = {
     "num_local_experts": 16,
     "num_experts_per_tok": 4,
 }
+LING: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1024,
+    "intermediate_size": 2560,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 18,
+    "layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 3,
+    "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "kv_lora_rank": 512,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_theta": 6e6,
+}
 BAMBA: dict[str, Any] = {
     **LONG,
     "hidden_size": 1024,
@@ -133,6 +151,30 @@ MAMBA2: dict[str, Any] = {
     "n_groups": 1,
     "expand": 2,
 }
+FALCON_MAMBA: dict[str, Any] = {
+    "hidden_size": 1280,
+    "num_hidden_layers": 40,
+    "state_size": 16,
+    "expand": 2,
+    "time_step_rank": 80,
+}
+JAMBA: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1024,
+    "intermediate_size": 768,
+    "num_hidden_layers": 16,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 64,
+}
 LFM2: dict[str, Any] = {
     **LONG,
     "hidden_size": 1280,
@@ -153,11 +195,14 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN | QWEN_EXPERTS),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM", KIMI_LINEAR),
+    "bailing_hybrid": ("BailingHybridConfig", "BailingHybridForCausalLM", LING),
     "bamba": ("BambaConfig", "BambaForCausalLM", BAMBA),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", LFM2),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", FALCON_MAMBA),
+    "jamba": ("JambaConfig", "JambaForCausalLM", JAMBA),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
 }
 

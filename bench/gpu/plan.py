@@ -87,6 +87,7 @@ def dry_plan() -> list[Block]:
 
 
 GUESSES_S = {
+    "small trees": 30.0,
     "tests": 120.0,
     "sanitizer": 60.0,
     "operators": 150.0,

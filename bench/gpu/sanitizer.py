@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specmamba.bench.gpu.carried import python_path
+
 TOOLS = ("memcheck", "racecheck")
 TESTS = ("tests/kernels/triton/recurrent/test_gated_delta_rule_triton.py", "-k", "tree_verify")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
@@ -35,7 +37,7 @@ def check_tools(root: Path, limit_s: float, tests: Sequence[str] = TESTS) -> dic
 
 def _run(tool: Sequence[str], root: Path, tests: Sequence[str], limit_s: float) -> dict[str, Any]:
     command = [*tool, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(root)}
+    environment = os.environ | {"PYTHONPATH": python_path(str(root))}
     try:
         done = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit_s, check=False

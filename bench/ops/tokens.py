@@ -111,7 +111,7 @@ OPERATORS = (
         sampling_cost,
         sampling_candidates,
         tolerance=0.01,  # share of the tokens: a random number at the border of two tokens may choose either
-        gpu_tests=("sampling_triton",),
+        gpu_tests=("sampling_triton", "drafts_triton"),
     ),
     Operator(
         "tree.accepted_path",

@@ -89,7 +89,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
         ValueError: the variant does not fit its kernel, a figure cannot be read, or products read what is no operand.
         Exception: any that Triton raises for a kernel that it cannot compile.
     """
-    ptxas_log = io.StringIO()
+    ptxas_log, limit = io.StringIO(), variant.registers if target.backend == "cuda" else None
     with redirect_stdout(ptxas_log):
         compiled = triton.compile(
             _source(variant),
@@ -98,6 +98,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
                 "num_warps": variant.num_warps,
                 "num_stages": variant.num_stages,
                 "enable_fp_fusion": variant.may_fuse,  # a launch's default is True
+                **({} if limit is None else limit.options(int(target.arch) // 10)),
             },
         )
     if target.backend == "cuda":

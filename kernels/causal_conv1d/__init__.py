@@ -3,14 +3,14 @@
 from torch import Tensor
 
 from specmamba.kernels import gpu
-from specmamba.kernels.causal_conv1d import torch_ops
+from specmamba.kernels.causal_conv1d import native_ops, torch_ops
 from specmamba.kernels.dispatch import operator
-from specmamba.kernels.state_records.operands import StateOperands
+from specmamba.kernels.state_records.operands import SnapshotOperands, StateOperands, refuse_exact
 
 __all__ = ["advance"]
 
 
-@operator(triton=lambda *args: gpu.can_launch(args[0], args[-1].states))
+@operator(triton=lambda *args: gpu.can_launch(args[0], args[-1].states), native=native_ops.can_take)
 def advance(x: Tensor, weight: Tensor, bias: Tensor | None, state: StateOperands) -> Tensor:
     """Convolve tokens with the W - 1 tokens before each, on a tree along its own path, and apply SiLU.
 
@@ -23,5 +23,10 @@ def advance(x: Tensor, weight: Tensor, bias: Tensor | None, state: StateOperands
 
     Returns:
         [B, L, C] float32; unspecified on padding.
+
+    Raises:
+        ValueError: shapes do not fit each other (native form).
+        RuntimeError: states are exact, and native code does not take the operands.
     """
+    refuse_exact(not isinstance(state, SnapshotOperands) and state.is_exact)
     return torch_ops.advance(x, weight, bias, state)

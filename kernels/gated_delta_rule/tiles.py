@@ -10,7 +10,7 @@ from specmamba.kernels.gated_delta_rule import triton_channel_chunks as channel_
 from specmamba.kernels.gated_delta_rule import triton_channels as channels
 from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
-from specmamba.kernels.gpu import Variant, Work
+from specmamba.kernels.gpu import ROOM, Registers, Variant, Work
 from specmamba.kernels.state_records import triton_ops as tiles
 from specmamba.kernels.state_records.tiles import (
     CHUNK,
@@ -39,6 +39,7 @@ class Tile:
     values: int
     num_warps: int
     num_stages: int = 1
+    registers: Registers | None = None
 
 
 def root_tile(key_dim: int, value_dim: int) -> Tile:
@@ -51,10 +52,11 @@ def chain_tile(key_dim: int, value_dim: int) -> Tile:
     """Choose the tile for short chains: one warp, whose threads have 64 numbers of the state each in registers.
 
     Sums over keys are then exchanged between lanes, without barriers. On sm_90, of blocks of 8, 16 and 32 values of 128
-    keys, 16 need the fewest instructions without spills.
+    keys, 16 need the fewest instructions without spills. On sm_100 ptxas takes 192 registers where it is not told.
     """
     keys = block(key_dim)
-    return Tile(MAX_CHAIN, keys, min(max(4, 2048 // keys), block(value_dim)), num_warps=1)
+    values, limit = min(max(4, 2048 // keys), block(value_dim)), Registers(ROOM, since=10 if keys <= 128 else 0)
+    return Tile(MAX_CHAIN, keys, values, num_warps=1, registers=limit)
 
 
 def tree_tile(num_nodes: int, value_dim: int, is_exact: bool = True, num_states: int = MANY_STATES) -> Tile:
@@ -79,7 +81,7 @@ def channel_tile(key_dim: int, value_dim: int, num_nodes: int = 1) -> Tile:
     A thread has decays of its keys beside queries and keys: with whole blocks it needs 218 registers on sm_90, so 148.
     """
     tile = chain_tile(key_dim, value_dim)
-    return replace(tile, tokens=block(num_nodes), values=max(4, tile.values // 2))
+    return replace(tile, tokens=block(num_nodes), values=max(4, tile.values // 2), registers=None)
 
 
 def channel_products_tile(key_dim: int) -> tiles.Tile:
@@ -216,6 +218,7 @@ def _variant(
         constants["work"] = None
     name = f"{what} {state_dtype} K={key_dim} V=128"
     made = variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)
+    made = replace(made, registers=tile.registers)
     if nodes == 0:
         return made
     # split kernels advance states that fold alone, and read what is pending otherwise: counted is a row that does not

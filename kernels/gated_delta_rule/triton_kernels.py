@@ -469,7 +469,9 @@ def chain_kernel(
         tl.store(out_at, tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32), mask=in_values)
         return
     state_at = states + slot * state_slot_stride + head * state_head_stride
-    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+    # four values side by side in a thread for any dtype: eight of 16 bits would leave sums over more lanes to be made
+    of_values = tl.max_contiguous(at_v, 4)
+    state_at += at_k[:, None] * state_key_stride + of_values[None, :]
     in_state = is_k[:, None] & is_v[None, :]
     state = tl.load(state_at, mask=in_state, other=0.0)  # on its way while records are counted
 

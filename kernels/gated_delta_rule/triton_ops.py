@@ -22,7 +22,7 @@ from specmamba.kernels.gated_delta_rule.tiles import (
     root_tile,
     tree_tile,
 )
-from specmamba.kernels.gpu import launch
+from specmamba.kernels.gpu import launch, register_options
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
 from specmamba.kernels.state_records.tiles import CHUNK, chunk_constants, chunks_tile
@@ -240,6 +240,7 @@ def _tree_verify(
         **constexprs(kernel, tile, key_dim, value_dim, group, parts),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **register_options(tile.registers, v.device),
     )
     return out
 

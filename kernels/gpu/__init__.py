@@ -141,6 +141,37 @@ def launch(kernel: Any, grid: tuple[int, ...], tile: Tile, constants: Mapping[st
 
 
 @dataclass(frozen=True)
+class Registers:
+    """The most registers that a thread may have: NVIDIA's assembler is told on GPUs of a compute capability.
+
+    Without a limit it often takes more registers than a kernel needs, and sometimes spills some to fit more blocks than
+    there will be.
+    """
+
+    most: int
+    since: int = 0  # major number of the compute capability
+
+    def options(self, capability: int) -> dict[str, int]:
+        """Options of a launch, and of a compilation, on an NVIDIA GPU of this major number."""
+        return {"maxnreg": self.most} if capability >= self.since else {}
+
+
+ROOM = 168  # registers of a thread with which three blocks of four warps, or twelve warps, run on one multiprocessor
+
+
+def register_options(registers: Registers | None, device: torch.device) -> dict[str, int]:
+    """Options of a launch on a device; none but on NVIDIA GPUs."""
+    if registers is None or device.type != "cuda" or torch.version.hip is not None:
+        return {}
+    return registers.options(_capability(device))
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@dataclass(frozen=True)
 class Work:
     """How often a variant's code runs for one head of one row, so that its instructions can be counted."""
 
@@ -169,6 +200,7 @@ class Variant:
     num_stages: int
     unaligned: frozenset[str] = frozenset()
     work: Work | None = None  # None: instructions are not counted
+    registers: Registers | None = None  # None: as many as the assembler takes
     may_fuse: bool = True  # a product and a sum may be rounded once, together; False where bits are promised
 
     def is_aligned(self, argument: str) -> bool:

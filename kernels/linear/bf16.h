@@ -20,6 +20,7 @@ struct Bf16Product {
   int64_t rows, n, k, stride;  // of x
 
   static constexpr bool kHasParts = false;  // nothing is widened
+  static constexpr int64_t kStepBytes = 2 * kPanel * sizeof(BFloat16);  // of a panel, for a pair of inputs
   int64_t panel_bytes() const { return panel_size(k) * 2; }
 
   // Every sum runs over k in ascending order, whatever Rows and Panels are.
@@ -30,6 +31,9 @@ struct Bf16Product {
       for (auto& s : of_row) s = zero();
     const int64_t size = panel_size(k);
     const BFloat16* w = weight + panel * size;
+    const Ahead ahead(w, panel_bytes(), row, rows);
+    const char* prefetched = ahead.at;
+    const int64_t per_step = kStepBytes / ahead.shares;  // a line that is asked for twice costs less than a branch
     // three rows share a pointer: base, base + stride, base + 2 stride are addresses the instruction can form
     constexpr int kBases = (Rows + 2) / 3;
     const BFloat16* base[kBases];
@@ -40,11 +44,10 @@ struct Bf16Product {
       for (int j = 0; j < Panels; ++j) {
         both[2 * j] = load_pairs(w + j * size);
         both[2 * j + 1] = load_pairs(w + j * size + kPanel);
-        if constexpr (Rows >= kPrefetchRows) {
-          const char* ahead = reinterpret_cast<const char*>(w + j * size) + kPrefetch;
-          __builtin_prefetch(ahead, 0, 2);
-          __builtin_prefetch(ahead + 64, 0, 2);
-        }
+      }
+      if constexpr (Rows >= kPrefetchRows) {
+        for (int64_t line = 0; line < kStepBytes; line += kLineBytes) __builtin_prefetch(prefetched + line, 0, 2);
+        prefetched += per_step;
       }
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {

@@ -64,7 +64,6 @@ uint8_t* put_codes(uint8_t* out, const Grouping& of, int64_t row, int64_t at, in
 // with its codes and then its scales. Beyond n and k codes are zero.
 inline void pack_grouped(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, uint8_t* packed,
                          const Grouping& of, int num_threads) {
-  use_huge_pages(packed, panels_of(of.n) * of.panel_bytes());
   const auto code = [&](int64_t row, int64_t at) { return row < of.n && at < of.k ? codes[row * of.k + at] : 0; };
   parallel_for(panels_of(of.n), 1, num_threads, [&](int64_t panel, int64_t last) {
     for (; panel < last; ++panel) {

@@ -18,6 +18,7 @@ from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
 from specmamba.kernels.native.live import live_count
+from specmamba.kernels.native.packed_memory import packed_memory
 from specmamba.kernels.native.tensors import is_native
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -51,7 +52,7 @@ class _Panels(_Product):
         """weight: [N, K] as it is packed, not kept; dtype: of inputs; pack: the function of ``code`` that packs it."""
         n, k = weight.shape
         super().__init__(n, k, dtype)
-        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=weight.dtype)
+        self._packed = packed_memory(code.linear_packed_size(n, k), weight.dtype)
         pack(weight.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
 
 
@@ -110,7 +111,7 @@ class NativeGroupedWeight(_Product):
         self.nbytes, self._multiply = matrix.nbytes, code.linear_multiply_grouped
         self._take_rows = code.linear_rows_grouped
         kind, has_minimum = (n, k, matrix.group, matrix.bits), matrix.minimum is not None
-        self._packed = torch.empty(code.linear_grouped_size(*kind, has_minimum), dtype=torch.uint8)
+        self._packed = packed_memory(code.linear_grouped_size(*kind, has_minimum), torch.uint8)
         parts = [x if x is None else x.contiguous() for x in (matrix.codes, matrix.scale, matrix.minimum)]
         code.linear_pack_grouped(*map(_address, (*parts, self._packed)), *kind, torch.get_num_threads())
         self._kept = self._packed, matrix.factor.contiguous(), matrix.table

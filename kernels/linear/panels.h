@@ -1,8 +1,6 @@
 // What the forms of a packed weight share: panels, passes over rows, parts for threads. See README.md.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -24,7 +22,7 @@ constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
 constexpr int64_t kShares = 4;                      // passes that share the prefetching of a panel, at most
 constexpr int64_t kLineBytes = 64;                  // of a cache
 constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
-constexpr int64_t kPartBytes = int64_t{1} << 20;    // of weight that a thread claims at a time
+constexpr int64_t kPartBytes = int64_t{1} << 17;    // of weight that a thread claims at a time
 constexpr int64_t kInputsPart = int64_t{1} << 15;   // inputs that a thread converts at a time
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
@@ -51,19 +49,10 @@ struct Ahead {
   }
 };
 
-// Streaming a weight of many megabytes through 4 KiB pages would miss the TLB at every one of them.
-inline void use_huge_pages(void* data, int64_t size) {
-  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(data), first = (begin + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t last = (begin + size) & ~(kHuge - 1);
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a wish: failure is fine
-}
-
 // weight [n, k] -> packed; what is beyond n and k is zero. Inputs of a panel lie beside each other as pairs
 // (Inputs = 2) or one by one (1).
 template <int Inputs, typename Element>
 void pack(const Element* weight, Element* packed, int64_t n, int64_t k, int num_threads) {
-  use_huge_pages(packed, panels_of(n) * panel_size(k) * static_cast<int64_t>(sizeof(Element)));
   parallel_for(panels_of(n), 1, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; ++panel) {
       Element* out = packed + panel * panel_size(k);
@@ -169,15 +158,23 @@ void multiply_panels(const Product& p, int64_t first, int64_t last) {
   for (; first < last; ++first) pass_rows(p, p.rows, first);
 }
 
+// Panels that a thread claims at a time, of `panels` of so many bytes each. Passes over two panels do best with an even
+// number, if there are enough for all threads.
+inline int64_t panels_of_part(int64_t panels, int64_t panel_bytes, int num_threads, bool in_pairs) {
+  const int64_t most = panels / (4 * std::max(num_threads, 1));  // there are several parts for each thread
+  const int64_t part = std::max<int64_t>(1, std::min(kPartBytes / panel_bytes, most));
+  return in_pairs && panels >= 4 * std::max(num_threads, 1) ? even(part) : part;
+}
+
 // All of a product with `rows`, `n`, `k`, whose panels have panel_bytes(). For many rows it has
 // inputs_in_parts(), and in_parts(), which computes panels from them.
 template <typename Product>
 void multiply(const Product& p, int num_threads) {
   const int64_t num_panels = panels_of(p.n);
   if (p.rows * p.n * p.k < kSerialBelow) num_threads = 1;
-  const int64_t part = num_panels / (4 * std::max(num_threads, 1));  // there are several for each thread
   if constexpr (Product::kHasParts)
     if (p.rows >= kManyRows) {
+      const int64_t part = num_panels / (4 * std::max(num_threads, 1));
       const auto inputs = p.inputs_in_parts(num_threads);
       return parallel_for(num_panels, std::clamp<int64_t>(part, 1, kPanelsAtOnce), num_threads,
                           [&](int64_t first, int64_t last) {
@@ -185,8 +182,9 @@ void multiply(const Product& p, int num_threads) {
                               p.in_parts(inputs, first, std::min(first + kPanelsAtOnce, last));
                           });
     }
-  parallel_for(num_panels, std::max<int64_t>(1, std::min(kPartBytes / p.panel_bytes(), part)), num_threads,
-               [&](int64_t first, int64_t last) { multiply_panels(p, first, last); });
+  const int64_t part = panels_of_part(num_panels, p.panel_bytes(), num_threads, p.rows <= kPairRows);
+  parallel_for_ranges(num_panels, part, num_threads,
+                      [&](int64_t first, int64_t last) { multiply_panels(p, first, last); });
 }
 
 }  // namespace specmamba

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import FLOAT_DTYPES, TYPE_NAMES, Variant, next_power_of_2
+from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
 from specmamba.kernels.linear import torch_ops, triton_grouped, triton_scaled
 from specmamba.kernels.linear.triton_grouped import pack_codes
 from specmamba.kernels.linear.triton_kernels import multiply_int8
@@ -25,7 +25,11 @@ __all__ = [
     "variants",
 ]
 
-MAX_ROWS = 64  # beyond, the weight is widened once and multiplied by PyTorch: arithmetic counts more than bytes
+MAX_TILE_ROWS = 64
+# Beyond, the weight is widened and multiplied by PyTorch. A verify of many requests has hundreds of rows: there the
+# five bytes of a widened weight, read, written and read, still take longer than a few reads of one byte from L2. This
+# was not measured.
+MAX_ROWS = {torch.float32: 64, torch.bfloat16: 256, torch.float16: 256}
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def int8_tile(dtype: torch.dtype, num_rows: int, num_outputs: int) -> Tile:
     weights should flow into all of them, so few outputs make narrow tiles. Float32 is multiplied without tensor cores,
     by threads that hold their operands in registers: its tiles are small.
     """
-    rows = min(max(next_power_of_2(num_rows), 16), MAX_ROWS)
+    rows = min(max(next_power_of_2(num_rows), 16), MAX_TILE_ROWS)
     if dtype is torch.float32:
         return Tile(min(rows, 32), 16 if num_outputs < 8192 else 32, 32, 4, 3)
     if num_outputs < 8192:
@@ -78,7 +82,7 @@ class TritonInt8Weight(torch_ops.Int8Weight):
             complaint = f"an int8 weight [{n}, {k}] on {self._weight.device} cannot multiply"
             raise ValueError(f"{complaint} {x.dtype} {list(x.shape)} on {x.device}")
         num_rows = x.numel() // k
-        if num_rows > MAX_ROWS or x.dtype not in FLOAT_DTYPES:
+        if num_rows > MAX_ROWS.get(x.dtype, 0):
             return super().__call__(x)
         return multiply_few(x.reshape(num_rows, k), self._weight, self._scale).view(*x.shape[:-1], n)
 

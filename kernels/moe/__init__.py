@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MAX_CHOSEN = 32  # of the experts of a token that Triton looks for
-MAX_RANKED_PAIRS = 4096  # Triton compares each pair with all the others: beyond, PyTorch's sort does less
+MAX_PAIRS = 1 << 30  # that Triton sorts: it numbers them in int32
 
 
 def can_multiply(weight: Tensor) -> bool:
@@ -45,8 +45,8 @@ def can_multiply(weight: Tensor) -> bool:
 
 
 def can_dispatch(x: Tensor, experts: Tensor) -> bool:
-    """Whether Triton sorts rows of x: not too many pairs, for each is compared with all the others."""
-    return x.dtype in gpu.FLOAT_DTYPES and experts.numel() <= MAX_RANKED_PAIRS and gpu.can_launch(x, experts)
+    """Whether Triton sorts rows of x."""
+    return x.dtype in gpu.FLOAT_DTYPES and experts.numel() <= MAX_PAIRS and gpu.can_launch(x, experts)
 
 
 def can_combine(y: Tensor, groups: Groups, weights: Tensor) -> bool:
@@ -209,7 +209,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     return torch_ops.combine(y, groups, weights)
 
 
-@operator(triton=can_route)
+@operator(triton=can_route, native=native_ops.can_route)
 def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
     """Choose the k likeliest of all experts (arXiv 2101.03961, section 2.1, for k = 1).
 
@@ -224,7 +224,7 @@ def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
     return torch_ops.softmax_routing(logits, k, renormalise)
 
 
-@operator(triton=can_route)
+@operator(triton=can_route, native=native_ops.can_route)
 def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
     """Choose the k likeliest experts, weighted by the softmax over these alone (arXiv 2401.04088, section 2.1).
 

@@ -28,7 +28,6 @@ int64_t packed_size(int64_t n, int64_t k) { return panels_of(n) * panel_size(k);
 
 template <int Inputs, typename Element>
 void pack_all(const Element* weight, Element* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
-  use_huge_pages(packed, experts * packed_size(n, k) * static_cast<int64_t>(sizeof(Element)));  // they span experts
   for (int64_t e = 0; e < experts; ++e)
     pack<Inputs>(weight + e * n * k, packed + e * packed_size(n, k), n, k, num_threads);
 }
@@ -51,8 +50,9 @@ void multiply_groups(const std::vector<Group>& groups, const Of& of, int num_thr
   const int64_t num_panels = panels_of(any.n), total = num_panels * static_cast<int64_t>(groups.size());
   const int64_t rows = groups.back().first + groups.back().rows;
   if (rows * any.n * any.k < kSerialBelow) num_threads = 1;
-  const int64_t part = std::min(kPartBytes / any.panel_bytes(), total / (4 * std::max(num_threads, 1)));
-  parallel_for(total, std::max<int64_t>(1, part), num_threads, [&](int64_t first, int64_t last) {
+  const bool are_few = rows <= kPairRows * static_cast<int64_t>(groups.size());  // of an expert, in the mean
+  const int64_t part = panels_of_part(total, any.panel_bytes(), num_threads, are_few);
+  parallel_for_ranges(total, part, num_threads, [&](int64_t first, int64_t last) {
     while (first < last) {
       const int64_t group = first / num_panels, begin = first % num_panels;
       const int64_t end = std::min(num_panels, begin + last - first);
@@ -85,6 +85,29 @@ void combine(const X* y, const int64_t* places, const float* weights, X* out, in
           sum = fma(broadcast(weights[j]), load(y + places[j] * n + i, lanes), sum);
         store(out + t * n + i, sum, lanes);
       });
+  });
+}
+
+// Softmax of each row of x [rows, n] -> y.
+void shares(const float* x, int64_t rows, float* y, int64_t n, int num_threads) {
+  const int64_t part = std::max<int64_t>(1, kBytesPart / (n * static_cast<int64_t>(sizeof(float)) + 1));
+  parallel_for(rows, part, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      const float* own = x + t * n;
+      Vector most = broadcast(own[0]), total = zero();
+      for_vectors(n, [&](int64_t i, auto lanes) {
+        const Vector v = load(own + i, lanes);
+        most = chosen(lanes, larger(v, most), most);
+      });
+      const Vector shift = broadcast(largest(most));
+      for_vectors(n, [&](int64_t i, auto lanes) {
+        const Vector weight = exp(load(own + i, lanes) - shift);
+        total = chosen(lanes, total + weight, total);
+        store(y + t * n + i, weight, lanes);
+      });
+      const Vector whole = broadcast(sum(total));
+      for_vectors(n, [&](int64_t i, auto lanes) { store(y + t * n + i, load(y + t * n + i, lanes) / whole, lanes); });
+    }
   });
 }
 
@@ -124,6 +147,11 @@ void moe_scores(const float* x, int64_t rows, const int64_t* live, const void* w
     multiply(WidenedProduct<BFloat16, float>{x, static_cast<const BFloat16*>(weight), y, rows, n, k, k}, num_threads);
   else
     multiply(WidenedProduct<float, float>{x, static_cast<const float*>(weight), y, rows, n, k, k}, num_threads);
+}
+
+// Softmax of each row of x [rows, n], n at least 1 -> y; `live` as above.
+void moe_shares(const float* x, int64_t rows, const int64_t* live, float* y, int64_t n, int num_threads) {
+  shares(x, live_rows(rows, live), y, n, num_threads);
 }
 
 // Sorts pairs by expert and copies the rows of x [tokens, row_bytes] that they need; experts [tokens, k].
@@ -255,6 +283,7 @@ int moe_combine(const void* y, const int64_t* places, const float* weights, void
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(moe_scores)
+SPECMAMBA_REPLAYABLE(moe_shares)
 SPECMAMBA_REPLAYABLE(moe_dispatch)
 SPECMAMBA_REPLAYABLE(moe_multiply)
 SPECMAMBA_REPLAYABLE(moe_multiply_int8)

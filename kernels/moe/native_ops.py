@@ -15,9 +15,10 @@ from specmamba.kernels.linear.grouped import GroupedMatrix
 from specmamba.kernels.linear.native_ops import regrouped
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
-from specmamba.kernels.moe.reference import Groups
+from specmamba.kernels.moe.reference import Groups, Routing
 from specmamba.kernels.native import library
 from specmamba.kernels.native.live import is_partial, live_count
+from specmamba.kernels.native.packed_memory import packed_memory
 from specmamba.kernels.native.tensors import is_native, require
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -33,7 +34,7 @@ class NativeRouter:
         narrow = weight.bfloat16()
         self._is_bf16 = torch.equal(narrow.to(weight.dtype), weight)
         kept = (narrow if self._is_bf16 else weight.float()).contiguous()
-        self._panels = torch.empty(code.moe_packed_size(*kept.shape), dtype=kept.dtype)
+        self._panels = packed_memory(code.moe_packed_size(*kept.shape), kept.dtype)
         threads = torch.get_num_threads()
         code.moe_pack_router(kept.data_ptr(), self._panels.data_ptr(), *kept.shape, self._is_bf16, threads)
         self._multiply = code.moe_scores
@@ -113,7 +114,7 @@ class NativeGroupedExperts:
         self._size, self._dtype, self.nbytes = tuple(matrix.codes.shape), dtype, matrix.nbytes
         kind, has_minimum = (*self._size[1:], matrix.group, matrix.bits), matrix.minimum is not None
         experts = self._size[0]
-        self._packed = torch.empty(experts * code.moe_grouped_size(*kind, has_minimum), dtype=torch.uint8)
+        self._packed = packed_memory(experts * code.moe_grouped_size(*kind, has_minimum), torch.uint8)
         parts = [x if x is None else x.contiguous() for x in (matrix.codes, matrix.scale, matrix.minimum)]
         pointers = (None if x is None else x.data_ptr() for x in (*parts, self._packed))
         code.moe_pack_grouped(*pointers, experts, *kind, torch.get_num_threads())
@@ -155,6 +156,32 @@ def pack(weight: Tensor, form: str = "plain") -> NativeExperts | NativeInt8Exper
 def pack_router(weight: Tensor) -> NativeRouter:
     """Copy a router's weight, which is on the CPU and not empty, into panels."""
     return NativeRouter(weight, library.required(code()))
+
+
+def can_route(logits: Tensor, *_: object) -> bool:
+    """Whether native code makes shares of logits: some, float32, on the CPU."""
+    return logits.is_cpu and logits.dtype is torch.float32 and logits.numel() > 0 and code() is not None
+
+
+def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
+    """Softmax in one call, which a captured step does not leave native code for; then topk."""
+    weights, experts = _shares(logits).topk(k, -1)
+    return Routing(experts, weights / weights.sum(-1, keepdim=True) if renormalise else weights)
+
+
+def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
+    """Topk, then softmax in one call."""
+    weights, experts = logits.topk(k, -1)
+    return Routing(experts, _shares(weights))
+
+
+def _shares(x: Tensor) -> Tensor:
+    """Softmax of each row of [T, N] float32."""
+    x = x.contiguous()
+    y, rows = torch.empty_like(x), len(x)
+    operands = x.data_ptr(), rows, live_count(x.shape, rows), y.data_ptr(), x.shape[1], torch.get_num_threads()
+    library.required(code()).moe_shares(*operands)
+    return y
 
 
 def can_dispatch(x: Tensor) -> bool:
@@ -212,7 +239,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
 
 def _packed(weight: Tensor, code: ctypes.CDLL) -> Tensor:
     experts, n, k = weight.shape
-    packed = torch.empty(experts * code.moe_packed_size(n, k), dtype=weight.dtype)
+    packed = packed_memory(experts * code.moe_packed_size(n, k), weight.dtype)
     operands = weight.data_ptr(), packed.data_ptr(), experts, n, k
     if weight.dtype is torch.int8:
         code.moe_pack_int8(*operands, torch.get_num_threads())
@@ -238,6 +265,7 @@ def code() -> ctypes.CDLL | None:
         "pack_router": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
         "scores": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_int, c_int],
+        "shares": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
         "dispatch": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int],
         "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 3],
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3],

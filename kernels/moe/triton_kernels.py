@@ -26,14 +26,19 @@ def dispatch(
     if program < num_pairs:
         place = count_before(experts, tl.load(experts + program), program, num_pairs, BLOCK_P)
         tl.store(places + program, place.to(tl.int64))
-        of_pair = x + (program // num_chosen).to(tl.int64) * x_stride
-        to = rows + place.to(tl.int64) * rows_stride
-        for first in range(0, width, BLOCK_K):
-            column = first + tl.arange(0, BLOCK_K)
-            tl.store(to + column, tl.load(of_pair + column, mask=column < width), mask=column < width)
+        copy_row(x, rows, program // num_chosen, place, width, x_stride, rows_stride, BLOCK_K)
     else:
         expert = program - num_pairs
         tl.store(ends + expert, count_before(experts, expert + 1, 0, num_pairs, BLOCK_P))
+
+
+@triton.jit
+def copy_row(x, rows, token, place, width, x_stride, rows_stride, BLOCK_K: tl.constexpr):
+    """rows[place] = x[token]."""
+    of_token, to = x + token.to(tl.int64) * x_stride, rows + place.to(tl.int64) * rows_stride
+    for first in range(0, width, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)
+        tl.store(to + column, tl.load(of_token + column, mask=column < width), mask=column < width)
 
 
 @triton.jit

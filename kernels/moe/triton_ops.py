@@ -15,8 +15,9 @@ from torch import Tensor
 from specmamba.kernels.gpu import TYPE_NAMES, Variant, Work, launch, next_power_of_2
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.linear.triton_ops import Tile
-from specmamba.kernels.moe import torch_ops, triton_experts, triton_kernels
+from specmamba.kernels.moe import torch_ops, triton_dispatch, triton_experts, triton_kernels
 from specmamba.kernels.moe.reference import Groups, Routing
+from specmamba.kernels.moe.triton_dispatch import dispatch
 from specmamba.kernels.moe.triton_experts import num_row_blocks, pack_codes, require_fit
 
 __all__ = [
@@ -35,8 +36,7 @@ __all__ = [
     "variants",
 ]
 
-NUM_WARPS, NUM_STAGES = 4, 3  # of sorting and summing
-DISPATCH_BLOCKS = {"BLOCK_P": 512, "BLOCK_K": 1024}
+NUM_WARPS, NUM_STAGES = 4, 3  # of summing
 MANY_ROWS = 64  # of an expert, on average
 
 
@@ -110,24 +110,6 @@ class TritonInt8Experts:
 def pack(weight: Tensor, form: str = "plain") -> TritonExperts | TritonInt8Experts:
     """Keep the experts, or round them to int8."""
     return TritonInt8Experts(weight) if form == "int8" else TritonExperts(weight)
-
-
-def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
-    """One launch."""
-    (num_tokens, num_chosen), width = experts.shape, x.shape[1]
-    num_pairs = num_tokens * num_chosen
-    x, experts = _with_whole_rows(x), experts.contiguous()
-    rows = x.new_empty(num_pairs, width)
-    places = experts.new_empty(num_pairs)
-    ends = experts.new_empty(num_experts, dtype=torch.int32)
-    triton_kernels.dispatch[(num_pairs + num_experts,)](
-        *(x, experts, rows, places, ends),
-        *(num_pairs, num_chosen, width, x.stride(0), width),
-        **DISPATCH_BLOCKS,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-    )
-    return rows, Groups(places, ends)
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Groups) -> Tensor:
@@ -229,7 +211,7 @@ def variants() -> list[Variant]:
         _product(torch.float32, torch.float32, 64),
         _product(torch.float32, torch.float32, 16384),
         *triton_experts.variants(),
-        _dispatch(),
+        *triton_dispatch.variants(),
         _combine(),
         _route(128, 8, False),
         _route(512, 10, True),
@@ -243,11 +225,6 @@ def _product(dtype: torch.dtype, stored: torch.dtype, num_pairs: int, num_expert
     constants = product_constants(tile, 2048, dtype, num_experts) | ({} if is_int8 else {"scale": None})
     form = f"multiply {name}{' int8' if is_int8 else ''} P={num_pairs}"
     return _variant(form, triton_kernels.multiply, pointers, constants, tile.num_warps, tile.num_stages)
-
-
-def _dispatch() -> Variant:
-    pointers = {"x": "bf16", "experts": "i64", "rows": "bf16", "places": "i64", "ends": "i32"}
-    return _variant("dispatch bf16", triton_kernels.dispatch, pointers, DISPATCH_BLOCKS)
 
 
 def _combine() -> Variant:

@@ -1,11 +1,12 @@
-// Threads of captured steps: they wait for regions of work without a system call while a step runs, and sleep between
-// steps.
+// Threads of captured steps: they wait for regions of work without a system call while a step runs and for a moment
+// after it, and then sleep until the next one.
 #pragma once
 
 #include <pthread.h>
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -22,6 +23,7 @@ namespace specmamba {
 
 constexpr int64_t kSpins = 256;            // some microseconds
 constexpr int64_t kChecks = kSpins << 16;  // about a second
+constexpr std::chrono::microseconds kLinger{500};  // longer than the host needs between two steps of a small model
 
 inline thread_local bool is_in_region = false;  // a region in a region has one thread
 
@@ -127,7 +129,7 @@ class Threads {
     uint64_t last = 0;
     for (int64_t spins = 0; !stops_.load(std::memory_order_relaxed);) {
       if (!is_running_.load(std::memory_order_relaxed)) {
-        sleep();
+        linger();
         continue;
       }
       uint64_t gate = gate_.load(std::memory_order_acquire);
@@ -142,6 +144,15 @@ class Threads {
       left_.fetch_add(1, std::memory_order_release);
     }
     sign->end();
+  }
+
+  // The next step usually follows soon, and a thread that sleeps misses its beginning.
+  void linger() {
+    const auto until = std::chrono::steady_clock::now() + kLinger;
+    for (int64_t spins = 0; !is_running_.load(std::memory_order_relaxed) && !stops_.load(std::memory_order_relaxed);) {
+      wait(&spins);
+      if (spins % kSpins == 0 && std::chrono::steady_clock::now() >= until) return sleep();
+    }
   }
 
   void sleep() {

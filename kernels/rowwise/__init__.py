@@ -9,13 +9,20 @@ from specmamba.kernels.rowwise import native_ops, torch_ops
 
 __all__ = [
     "add_rms_norm",
+    "clamped_silu_mul",
     "delta_inputs",
+    "gate_heads",
     "gated_rms_norm",
+    "gelu",
+    "gelu_tanh",
     "rms_norm",
     "rotary_angles",
     "rotate",
     "sigmoid",
+    "silu",
     "silu_mul",
+    "skip_gate",
+    "time_steps",
 ]
 
 
@@ -62,7 +69,7 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 @operator(
-    triton=lambda x, gate, weight, _, is_sigmoid: not is_sigmoid and gpu.can_launch(x, gate, weight),
+    triton=lambda x, gate, weight, *_: gpu.can_launch(x, gate, weight),
     native=lambda x, gate, weight, *_: native_ops.can_take(gate, x, weight),
 )
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
@@ -73,7 +80,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmo
         gate: [..., H, D].
         weight: [D] float32.
         eps: added to the mean of the squares.
-        is_sigmoid: sigmoid(gate) in place of silu(gate); no form in Triton.
+        is_sigmoid: sigmoid(gate) in place of silu(gate).
 
     Returns:
         x's shape, the gate's dtype.
@@ -100,6 +107,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch_ops.silu_mul(gate_up)
 
 
+@operator(native=lambda gate_up, _: native_ops.can_take(gate_up))
+def clamped_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) * clip(up, -limit, limit), computed in float32 and rounded once.
+
+    Args:
+        gate_up: [..., 2 I], gates first.
+        limit: > 0.
+
+    Returns:
+        [..., I] in gate_up's dtype.
+
+    Raises:
+        ValueError: the last dimension is odd (native form).
+    """
+    return torch_ops.clamped_silu_mul(gate_up, limit)
+
+
 @operator(native=native_ops.can_take)
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x), computed in float32 and rounded once.
@@ -111,6 +135,59 @@ def sigmoid(x: Tensor) -> Tensor:
         x's shape and dtype.
     """
     return torch_ops.sigmoid(x)
+
+
+@operator(native=native_ops.can_take)
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), computed in float32 and rounded once (arXiv 1702.03118, section 2).
+
+    Args:
+        x: [..., D].
+
+    Returns:
+        x's shape and dtype.
+    """
+    return torch_ops.silu(x)
+
+
+@operator(native=native_ops.can_take)
+def gelu(x: Tensor) -> Tensor:
+    """x times the share of a normal distribution below x, computed in float32 and rounded once (arXiv 1606.08415).
+
+    Args:
+        x: [..., D].
+
+    Returns:
+        x's shape and dtype.
+    """
+    return torch_ops.gelu(x)
+
+
+@operator(native=native_ops.can_take)
+def gelu_tanh(x: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is nearly ``gelu`` (arXiv 1606.08415, section 2).
+
+    Args:
+        x: [..., D].
+
+    Returns:
+        x's shape and dtype.
+    """
+    return torch_ops.gelu_tanh(x)
+
+
+@operator(triton=lambda x, gates: x.dtype is gates.dtype and gpu.can_launch(x, gates))
+def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
+    """x * sigmoid(gates), with a gate for each head: the gate is rounded to the dtype of both, and so is the product.
+
+    Args:
+        x: [B, L, H, D].
+        gates: [B, L, H] of the same dtype.
+
+    Returns:
+        x's shape and dtype, the bits of ``sigmoid`` and a product behind it, but for Triton's e^x.
+    """
+    return x * sigmoid(gates)[..., None]
 
 
 @operator(
@@ -162,9 +239,7 @@ def _is_by_head(a: Tensor, lower_bound: float | None) -> bool:
 
 
 @operator(
-    triton=lambda mixed, a, b, negative_a, dt_bias, *rest: (
-        _is_by_head(a, rest[-1]) and gpu.can_launch(mixed, a, b, negative_a, dt_bias)
-    ),
+    triton=lambda mixed, a, b, negative_a, dt_bias, *_: gpu.can_launch(mixed, a, b, negative_a, dt_bias),
     native=lambda mixed, a, _, negative_a, dt_bias, *rest: (
         _is_by_head(a, rest[-1]) and native_ops.can_take(a, mixed, negative_a, dt_bias)
     ),
@@ -182,7 +257,8 @@ def delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unit queries and keys, log decays and step sizes for the gated delta rule (arXiv 2412.06464, section 3.4).
 
-    With decays for each key channel they are those of Kimi Delta Attention (arXiv 2510.26692), only in PyTorch.
+    With decays for each key channel they are those of Kimi Delta Attention (arXiv 2510.26692), which native code has as
+    a part of ``delta_net`` alone.
 
     Args:
         mixed: [B, L, C] float32; its first 2 Hk K channels are queries and keys.
@@ -203,3 +279,39 @@ def delta_inputs(
     """
     heads = num_key_heads, key_dim
     return torch_ops.delta_inputs(mixed, a, b, negative_a, dt_bias, *heads, step_scale, lower_bound)
+
+
+@operator(triton=gpu.can_launch, native=native_ops.can_take)
+def time_steps(raw: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Time steps of Mamba1 and its input times these (arXiv 2312.00752, section 3.2 and 3.6).
+
+    Args:
+        raw: [B, L, C], what the layer projects for them.
+        bias: [C] float32.
+        x: [B, L, C] float32, the convolved input.
+
+    Returns:
+        dt = softplus(raw + bias) and dt x, [B, L, C] float32 each.
+
+    Raises:
+        ValueError: the operands differ in shape (native form).
+    """
+    return torch_ops.time_steps(raw, bias, x)
+
+
+@operator(triton=gpu.can_launch, native=lambda y, x, skip, gate: native_ops.can_take(gate, y, x, skip))
+def skip_gate(y: Tensor, x: Tensor, skip: Tensor, gate: Tensor) -> Tensor:
+    """(y + skip x) silu(gate): what a Mamba1 layer makes of the outputs of its scan (arXiv 2312.00752, figure 3).
+
+    Args:
+        y, x: [B, L, C] float32, outputs of the scan and its convolved input.
+        skip: [C] float32, D.
+        gate: [B, L, C].
+
+    Returns:
+        [B, L, C] in the gate's dtype, rounded once.
+
+    Raises:
+        ValueError: the operands differ in shape (native form).
+    """
+    return torch_ops.skip_gate(y, x, skip, gate)

@@ -4,7 +4,9 @@
 #include "live.h"
 #include "parallel.h"
 #include "replayable.h"
+#include "rowwise/activations.h"
 #include "rowwise/heads.h"
+#include "rowwise/scan_layer.h"
 #include "vector.h"
 
 namespace {
@@ -71,14 +73,38 @@ void run_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, int num
   });
 }
 
-// Numbers in parts of a vector's multiple: each has the same bits wherever it stands.
+// As run_silu_mul, with min(silu(gate), limit) and up clipped to [-limit, limit].
 template <typename T>
-void run_sigmoid(const T* x, T* y, int64_t count, int num_threads) {
+void run_clamped_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, float limit, int num_threads) {
+  const Vector most = broadcast(limit), least = broadcast(-limit);
+  for_tokens(tokens, width, num_threads, [&](int64_t t) {
+    const T *gate = gate_up + t * 2 * width, *up = gate + width;
+    for_vectors(width, [&](int64_t i, auto lanes) {
+      const Vector activated = silu(load(gate + i, lanes)), of_up = load(up + i, lanes);
+      store(y + t * width + i, smaller(most, activated) * smaller(most, larger(least, of_up)), lanes);
+    });
+  });
+}
+
+enum Activation { kSigmoid, kSilu, kGelu, kGeluTanh };  // as in native_ops.py
+
+// Numbers in parts of a vector's multiple: each has the same bits wherever it stands.
+template <typename T, typename Function>
+void run_each(const T* x, T* y, int64_t count, int num_threads, const Function& function) {
   constexpr int64_t kPart = 1024;
   for_tokens((count + kPart - 1) / kPart, kPart, num_threads, [&](int64_t part) {
     const int64_t at = part * kPart;
-    for_vectors(std::min(kPart, count - at), [&](int64_t i, auto lanes) { store(y + at + i, sigmoid(load(x + at + i, lanes)), lanes); });
+    for_vectors(std::min(kPart, count - at),
+                [&](int64_t i, auto lanes) { store(y + at + i, function(load(x + at + i, lanes)), lanes); });
   });
+}
+
+template <typename T>
+void run_activation(int64_t kind, const T* x, T* y, int64_t count, int num_threads) {
+  if (kind == kSigmoid) return run_each(x, y, count, num_threads, [](Vector v) { return sigmoid(v); });
+  if (kind == kSilu) return run_each(x, y, count, num_threads, [](Vector v) { return silu(v); });
+  if (kind == kGelu) return run_each(x, y, count, num_threads, [](Vector v) { return gelu(v); });
+  run_each(x, y, count, num_threads, [](Vector v) { return gelu_tanh(v); });
 }
 
 template <typename T>
@@ -118,6 +144,30 @@ void run_delta_inputs(const DeltaInputs& p, int num_threads) {
       p.g[t * p.value_heads + h] = log_decay_of(to_float(a[h]), p.negative_a[h], p.dt_bias[h]);
       p.beta[t * p.value_heads + h] = step_size_of(to_float(b[h]), step_scale);
     }
+  });
+}
+
+// Around the scan of a Mamba1 layer: tokens lie x_stride and gate_stride apart, those of float32 results side by side.
+struct ScanLayer {
+  const void* gate;         // [tokens, channels]: the raw time steps, or the gate
+  const float *x, *of_channel, *y;  // [tokens, channels], [channels]: the bias or the skip, [tokens, channels]
+  void *first, *second;     // [tokens, channels]: time steps and what they weigh, or the output and nothing
+  int64_t tokens, channels, gate_stride, x_stride, y_stride;
+};
+
+template <typename T>
+void run_time_steps(const ScanLayer& p, int num_threads) {
+  for_tokens(p.tokens, p.channels, num_threads, [&](int64_t t) {
+    time_steps_of(static_cast<const T*>(p.gate) + t * p.gate_stride, p.of_channel, p.x + t * p.x_stride, p.channels,
+                  static_cast<float*>(p.first) + t * p.channels, static_cast<float*>(p.second) + t * p.channels);
+  });
+}
+
+template <typename T>
+void run_skip_gate(const ScanLayer& p, int num_threads) {
+  for_tokens(p.tokens, p.channels, num_threads, [&](int64_t t) {
+    skip_gate_of(p.y + t * p.y_stride, p.x + t * p.x_stride, p.of_channel,
+                 static_cast<const T*>(p.gate) + t * p.gate_stride, p.channels, static_cast<T*>(p.first) + t * p.channels);
   });
 }
 
@@ -174,10 +224,22 @@ void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, const int64_
       : run_silu_mul(static_cast<const float*>(gate_up), static_cast<float*>(y), tokens, width, num_threads);
 }
 
-// x [count] -> y [count].
-void rowwise_sigmoid(const void* x, void* y, int64_t count, int is_bfloat16, int num_threads) {
-  is_bfloat16 ? run_sigmoid(static_cast<const BFloat16*>(x), static_cast<BFloat16*>(y), count, num_threads)
-              : run_sigmoid(static_cast<const float*>(x), static_cast<float*>(y), count, num_threads);
+void rowwise_clamped_silu_mul(const void* gate_up, void* y, int64_t tokens, const int64_t* live, int64_t width,
+                              double limit, int is_bfloat16, int num_threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    run_clamped_silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(y), live_rows(tokens, live), width,
+                         static_cast<float>(limit), num_threads);
+  };
+  is_bfloat16 ? run(BFloat16{}) : run(float{});
+}
+
+// x [tokens, width] -> y [tokens, width], each number by itself; kind: an Activation.
+void rowwise_activate(const void* x, void* y, int64_t tokens, const int64_t* live, int64_t width, int64_t kind,
+                      int is_bfloat16, int num_threads) {
+  const int64_t count = live_rows(tokens, live) * width;
+  is_bfloat16 ? run_activation(kind, static_cast<const BFloat16*>(x), static_cast<BFloat16*>(y), count, num_threads)
+              : run_activation(kind, static_cast<const float*>(x), static_cast<float*>(y), count, num_threads);
 }
 
 // positions [tokens], frequencies [size], of which the second half repeats the first -> cos, sin [tokens, size].
@@ -205,13 +267,24 @@ void rowwise_delta_inputs(const DeltaInputs* p, int is_bfloat16, int num_threads
   is_bfloat16 ? run_delta_inputs<BFloat16>(*p, num_threads) : run_delta_inputs<float>(*p, num_threads);
 }
 
+void rowwise_time_steps(const ScanLayer* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_time_steps<BFloat16>(*p, num_threads) : run_time_steps<float>(*p, num_threads);
+}
+
+void rowwise_skip_gate(const ScanLayer* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_skip_gate<BFloat16>(*p, num_threads) : run_skip_gate<float>(*p, num_threads);
+}
+
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(rowwise_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_add_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_gated_rms_norm)
 SPECMAMBA_REPLAYABLE(rowwise_silu_mul)
-SPECMAMBA_REPLAYABLE(rowwise_sigmoid)
+SPECMAMBA_REPLAYABLE(rowwise_activate)
 SPECMAMBA_REPLAYABLE(rowwise_rotary_angles)
 SPECMAMBA_REPLAYABLE(rowwise_rotate)
 SPECMAMBA_REPLAYABLE(rowwise_delta_inputs)
+SPECMAMBA_REPLAYABLE(rowwise_time_steps)
+SPECMAMBA_REPLAYABLE(rowwise_skip_gate)
+SPECMAMBA_REPLAYABLE(rowwise_clamped_silu_mul)

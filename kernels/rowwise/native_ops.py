@@ -30,6 +30,11 @@ _DeltaInputs = struct(
     ["tokens", "channels", "gates_stride", "key_heads", "key_dim", "value_heads"],
     ["eps", "step_scale"],
 )
+_ScanLayer = struct(
+    "ScanLayer",
+    ["gate", "x", "of_channel", "y", "first", "second"],
+    ["tokens", "channels", "gate_stride", "x_stride", "y_stride"],
+)
 
 
 def can_take(x: Tensor, *others: Tensor) -> bool:
@@ -114,13 +119,47 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return y
 
 
+def clamped_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """One call."""
+    require(gate_up.shape[-1] % 2 == 0, "gate and up do not have the same width")
+    gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
+    y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
+    tokens = y.numel() // width
+    library.required(code()).rowwise_clamped_silu_mul(
+        *(gate_up.data_ptr(), y.data_ptr(), tokens, live_count(y.shape, tokens), width, limit),
+        *(gate_up.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return y
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """One call."""
-    x = x.contiguous()
+    return _activated(x, 0)
+
+
+def silu(x: Tensor) -> Tensor:
+    """One call."""
+    return _activated(x, 1)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """One call."""
+    return _activated(x, 2)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """One call."""
+    return _activated(x, 3)
+
+
+def _activated(x: Tensor, kind: int) -> Tensor:
+    """``kind``: Activation in native.cpp."""
+    x, width = x.contiguous(), x.shape[-1] if x.dim() else 1
     y = torch.empty(x.shape, dtype=x.dtype)
-    is_bfloat16 = x.dtype is torch.bfloat16
-    library.required(code()).rowwise_sigmoid(
-        x.data_ptr(), y.data_ptr(), x.numel(), is_bfloat16, torch.get_num_threads()
+    tokens = x.numel() // max(1, width)
+    library.required(code()).rowwise_activate(
+        *(x.data_ptr(), y.data_ptr(), tokens, live_count(y.shape, tokens), width, kind),
+        *(x.dtype is torch.bfloat16, torch.get_num_threads()),
     )
     return y
 
@@ -189,6 +228,32 @@ def delta_inputs(
     return q, k, g, beta
 
 
+def time_steps(raw: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """One call for both results."""
+    require(raw.shape == x.shape and bias.shape == x.shape[-1:], "raw, bias and x do not fit")
+    (raw, raw_stride), (x, x_stride), bias = tokens_of(raw, 1), tokens_of(x, 1), bias.contiguous()
+    steps, weighted = (torch.empty(x.shape) for _ in range(2))
+    arguments = _ScanLayer(
+        *(raw.data_ptr(), x.data_ptr(), bias.data_ptr(), None, steps.data_ptr(), weighted.data_ptr()),
+        *(x.numel() // x.shape[-1], x.shape[-1], raw_stride, x_stride, 0),
+    )
+    library.required(code()).rowwise_time_steps(arguments, raw.dtype is torch.bfloat16, torch.get_num_threads())
+    return steps, weighted
+
+
+def skip_gate(y: Tensor, x: Tensor, skip: Tensor, gate: Tensor) -> Tensor:
+    """One call for sum and gate."""
+    require(y.shape == x.shape == gate.shape and skip.shape == x.shape[-1:], "y, x, skip and gate do not fit")
+    (y, y_stride), (x, x_stride), (gate, gate_stride) = (tokens_of(z, 1) for z in (y, x, gate))
+    skip, out = skip.contiguous(), torch.empty(gate.shape, dtype=gate.dtype)
+    arguments = _ScanLayer(
+        *(gate.data_ptr(), x.data_ptr(), skip.data_ptr(), y.data_ptr(), out.data_ptr(), None),
+        *(x.numel() // x.shape[-1], x.shape[-1], gate_stride, x_stride, y_stride),
+    )
+    library.required(code()).rowwise_skip_gate(arguments, gate.dtype is torch.bfloat16, torch.get_num_threads())
+    return out
+
+
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
@@ -197,10 +262,13 @@ def code() -> ctypes.CDLL | None:
         "add_rms_norm": [POINTER(_Norm), c_void_p],
         "gated_rms_norm": [POINTER(_Norm)],
         "silu_mul": [c_void_p, c_void_p, c_int64, c_void_p, c_int64],
-        "sigmoid": [c_void_p, c_void_p, c_int64],
+        "clamped_silu_mul": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_double],
+        "activate": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
         "rotary_angles": [*[c_void_p] * 4, c_int64, c_int64, c_double],
         "rotate": [*[c_void_p] * 4, *[c_int64] * 4],
         "delta_inputs": [POINTER(_DeltaInputs)],
+        "time_steps": [POINTER(_ScanLayer)],
+        "skip_gate": [POINTER(_ScanLayer)],
     }
     signatures = {f"rowwise_{name}": [*types, c_int, c_int] for name, types in arguments.items()}
     return library.load_functions(SOURCE, signatures)

@@ -34,9 +34,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (_silu(gate) * up).to(gate_up.dtype)
 
 
+def clamped_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """[T, 2 I], gates first -> min(silu(gate), limit) * min(max(up, -limit), limit) [T, I]."""
+    gate, up = _widened(gate_up).chunk(2, -1)
+    return (_silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """[...] -> 1 / (1 + e^-x) of each number."""
     return (1 / (1 + (-_widened(x)).exp())).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """[...] -> x / (1 + e^-x) of each number."""
+    return _silu(_widened(x)).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """[...] -> x Phi(x) of each number, Phi the distribution function of a normal distribution."""
+    wide = _widened(x)
+    return (wide * torch.erfc(-wide / math.sqrt(2)) / 2).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """[...] -> 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) of each number."""
+    wide = _widened(x)
+    return (0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))).to(x.dtype)
 
 
 def rotary_angles(
@@ -91,6 +114,17 @@ def delta_inputs(
     rate, step = negative_a if a.dim() == 3 else negative_a[:, None], a.to(mixed.dtype) + dt_bias
     g = rate * torch.log1p(torch.exp(step)) if lower_bound is None else lower_bound / (1 + torch.exp(rate * step))
     return q * key_dim**-0.5, k, g.to(mixed.dtype), step_scale / (1 + torch.exp(-b.to(mixed.dtype)))
+
+
+def time_steps(raw: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """raw, x [T, C], bias [C] -> dt = softplus(raw + bias) and dt x, in x's dtype (arXiv 2312.00752, section 3.6)."""
+    steps = torch.log1p(torch.exp(raw.to(x.dtype) + bias))
+    return steps, steps * x
+
+
+def skip_gate(y: Tensor, x: Tensor, skip: Tensor, gate: Tensor) -> Tensor:
+    """y, x, gate [T, C], skip [C] -> (y + skip x) silu(gate), in the gate's dtype."""
+    return ((y + skip * x) * _silu(_widened(gate))).to(gate.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -38,9 +38,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def clamped_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """Computed in float32."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """PyTorch's, which computes in float32."""
     return x.sigmoid()
+
+
+def silu(x: Tensor) -> Tensor:
+    """PyTorch's, which computes in float32."""
+    return F.silu(x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """PyTorch's, which computes in float32."""
+    return F.gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """PyTorch's, which computes in float32."""
+    return F.gelu(x, approximate="tanh")
 
 
 def rotary_angles(
@@ -82,6 +103,17 @@ def delta_inputs(
     step = a.float() + dt_bias
     g = rate * F.softplus(step) if lower_bound is None else lower_bound * (-rate * step).sigmoid()
     return q * key_dim**-0.5, k, g, beta
+
+
+def time_steps(raw: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Softplus, then the product."""
+    steps = F.softplus(raw.float() + bias)
+    return steps, steps * x
+
+
+def skip_gate(y: Tensor, x: Tensor, skip: Tensor, gate: Tensor) -> Tensor:
+    """Sum and gate in float32."""
+    return (torch.addcmul(y, skip, x) * F.silu(gate.float())).to(gate.dtype)
 
 
 def _inverse_root(x: Tensor, factor: float, eps: float) -> Tensor:

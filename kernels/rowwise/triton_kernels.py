@@ -35,6 +35,15 @@ def softplus(x):
 
 
 @triton.jit
+def log_decay(rate, step, bound, HAS_BOUND: tl.constexpr):
+    """What a state decays by: rate softplus(step), or bound sigmoid(-rate step)."""
+    if HAS_BOUND:
+        return bound * sigmoid(-rate * step)
+    else:
+        return rate * softplus(step)
+
+
+@triton.jit
 def _place(rows, num_heads, length, stride_b, stride_t, stride_h):
     """Offsets of heads that are numbered row by row, token by token: rows [ROWS] -> [ROWS] int64."""
     tokens, heads = rows // num_heads, rows % num_heads
@@ -64,6 +73,7 @@ def norm_kernel(
     weight_stride_h,  # 0: all heads have the same
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,  # of the gate, in place of SiLU
 ):
     """RMSNorm of rows of D values, gated where there is a gate; of x + added, which is kept, where that is given."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -82,9 +92,39 @@ def norm_kernel(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)[:, None] * factor
     if gate is not None:
         at = _place(rows, num_heads, length, gate_stride_b, gate_stride_t, gate_stride_h)
-        normed *= silu(tl.load(gate + at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32))
+        wide = tl.load(gate + at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        if IS_SIGMOID:
+            normed *= sigmoid(wide)
+        else:
+            normed *= silu(wide)
     at = rows.to(tl.int64)[:, None] * width + columns[None, :]
     tl.store(y + at, normed.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "length"])
+def gate_heads_kernel(
+    x,  # [B, L, H, D] contiguous
+    gates,  # [B, L, H]
+    y,  # [B, L, H, D] contiguous
+    num_rows,  # B L H
+    length,
+    num_heads,
+    width,
+    gate_stride_b,
+    gate_stride_t,
+    gate_stride_h,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Heads times the sigmoids of their gates."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns, is_row = tl.arange(0, BLOCK_D), rows < num_rows
+    at = _place(rows, num_heads, length, gate_stride_b, gate_stride_t, gate_stride_h)
+    gate = sigmoid(tl.load(gates + at, mask=is_row, other=0.0).to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
+    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    mask = is_row[:, None] & (columns < width)[None, :]
+    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + at, (wide * gate[:, None]).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -149,13 +189,13 @@ def rotate_kernel(
 @triton.jit(do_not_specialize=["length", "a_stride_b", "b_stride_b"])
 def delta_inputs_kernel(
     mixed,  # [B, L, C]
-    a,  # [B, L, Hv]
+    a,  # [B, L, Hv], or by channel [B, L, Hv, K]
     b,  # [B, L, Hv]
     negative_a,  # [Hv]
-    dt_bias,  # [Hv]
+    dt_bias,  # [Hv], or by channel [Hv, K] contiguous
     q,  # [B, L, Hk, K] contiguous
     k,  # [B, L, Hk, K] contiguous
-    g,  # [B, L, Hv] contiguous
+    g,  # a's shape, contiguous
     beta,  # [B, L, Hv] contiguous
     length,
     num_key_heads,
@@ -164,15 +204,19 @@ def delta_inputs_kernel(
     query_scale,
     eps,
     step_scale,
+    bound,  # of log decays
     mixed_stride_b,
     mixed_stride_t,
     a_stride_b,
     a_stride_t,
+    a_stride_h,
     b_stride_b,
     b_stride_t,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,  # decays are
+    HAS_BOUND: tl.constexpr,
 ):
     """Normalized q and k, decay g and beta of a gated delta net from its projections."""
     token = tl.program_id(0).to(tl.int64)
@@ -188,16 +232,27 @@ def delta_inputs_kernel(
     tl.store(q + at, x * factor[:, None], mask=mask & is_query)
     tl.store(k + at, x * factor[:, None], mask=mask & (is_query == 0))
 
+    if BY_CHANNEL:  # of as many value heads
+        own = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        mask = (own < num_value_heads)[:, None] & (columns < key_dim)[None, :]
+        at = outer * a_stride_b + inner * a_stride_t + own[:, None].to(tl.int64) * a_stride_h + columns[None, :]
+        decays = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+        at = own[:, None] * key_dim + columns[None, :]
+        decays += tl.load(dt_bias + at, mask=mask, other=0.0).to(tl.float32)
+        rates = tl.load(negative_a + own, mask=own < num_value_heads, other=0.0).to(tl.float32)
+        decays = log_decay(rates[:, None], decays, bound, HAS_BOUND)
+        tl.store(g + token * num_value_heads * key_dim + at, decays, mask=mask)
     if tl.program_id(1) == 0:
         values = tl.arange(0, BLOCK_V)
         is_value = values < num_value_heads
-        decay = tl.load(a + outer * a_stride_b + inner * a_stride_t + values, mask=is_value, other=0.0).to(tl.float32)
         step = tl.load(b + outer * b_stride_b + inner * b_stride_t + values, mask=is_value, other=0.0).to(tl.float32)
-        decay += tl.load(dt_bias + values, mask=is_value, other=0.0).to(tl.float32)
-        rate = tl.load(negative_a + values, mask=is_value, other=0.0).to(tl.float32)
-        own = token * num_value_heads + values
-        tl.store(g + own, rate * softplus(decay), mask=is_value)
-        tl.store(beta + own, step_scale * sigmoid(step), mask=is_value)
+        own_value = token * num_value_heads + values
+        tl.store(beta + own_value, step_scale * sigmoid(step), mask=is_value)
+        if not BY_CHANNEL:
+            decay = tl.load(a + outer * a_stride_b + inner * a_stride_t + values, mask=is_value, other=0.0)
+            decay = decay.to(tl.float32) + tl.load(dt_bias + values, mask=is_value, other=0.0).to(tl.float32)
+            rate = tl.load(negative_a + values, mask=is_value, other=0.0).to(tl.float32)
+            tl.store(g + own_value, log_decay(rate, decay, bound, HAS_BOUND), mask=is_value)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "length", "stride_b"])

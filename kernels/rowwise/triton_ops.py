@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specmamba.kernels.gpu import Variant, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.rowwise import triton_kernels as kernels
+from specmamba.kernels.rowwise import triton_scan_layer as scan_layer
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
 SILU_COLUMNS = 1024
@@ -62,10 +63,9 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool = False) -> Tensor:
-    """One launch for norm and gate, of which SiLU is taken."""
-    assert not is_sigmoid, "the gate has no sigmoid here"
+    """One launch for norm and gate."""
     assert gate.shape == x.shape, "x and gate do not fit"
-    return _norm(x, gate, weight, eps, gate.dtype)
+    return _norm(x, gate, weight, eps, gate.dtype, is_sigmoid=is_sigmoid)
 
 
 def _norm(
@@ -75,8 +75,9 @@ def _norm(
     eps: float,
     dtype: torch.dtype,
     sums: tuple[Tensor | None, Tensor | None] = (None, None),
+    is_sigmoid: bool = False,
 ) -> Tensor:
-    """``sums``: what is added to x before, and where the sum is kept; both dense."""
+    """``sums``: what is added to x before, and where the sum is kept; both dense. ``is_sigmoid``: of the gate."""
     assert weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape"
     y, weight = torch.empty(x.shape, dtype=dtype, device=x.device), dense(weight)
     if y.numel() == 0:
@@ -85,10 +86,25 @@ def _norm(
     _, length, heads, width = x.shape
     rows, tile = y.numel() // width, row_tile(width)
     launch(
-        *(kernels.norm_kernel, (num_blocks(rows, tile.rows),), tile, _row_constants(tile)),
+        *(kernels.norm_kernel, (num_blocks(rows, tile.rows),), tile, _norm_constants(tile, is_sigmoid)),
         *(x, gate, sums[0], weight, y, sums[1], eps, rows, length, heads, width, *x.stride()[:3]),
         *((0, 0, 0) if gate is None else gate.stride()[:3]),
         weight.stride(0) if weight.dim() == 2 else 0,
+    )
+    return y
+
+
+def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
+    """One launch; gate and product are rounded one after the other."""
+    assert gates.shape == x.shape[:3], "x and gates do not fit"
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    _, length, heads, width = x.shape
+    rows, tile = y.numel() // width, row_tile(width)
+    launch(
+        *(kernels.gate_heads_kernel, (num_blocks(rows, tile.rows),), tile, _row_constants(tile)),
+        *(x.contiguous(), gates, y, rows, length, heads, width, *gates.stride()),
     )
     return y
 
@@ -155,24 +171,64 @@ def delta_inputs(
     step_scale: float = 1.0,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch for all four results; for decays by head."""
-    assert lower_bound is None, "decays have no bound here"
-    batch, length, value_heads = a.shape
-    assert a.shape == b.shape == (*mixed.shape[:2], value_heads), "mixed, a and b do not fit"
+    """One launch for all four results."""
+    batch, length, value_heads = b.shape
+    by_channel = a.dim() == 4
+    decays = (value_heads, key_dim) if by_channel else (value_heads,)
+    assert b.shape[:2] == mixed.shape[:2], "mixed and b do not fit"
+    assert a.shape == (batch, length, *decays), "a and b do not fit"
+    assert dt_bias.shape == decays, "a and its bias do not fit"
     assert mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys"
     q, k = (torch.empty(batch, length, num_key_heads, key_dim, device=mixed.device) for _ in range(2))
-    g, beta = (torch.empty(batch, length, value_heads, device=mixed.device) for _ in range(2))
+    g, beta = (torch.empty(x.shape, device=mixed.device) for x in (a, b))
     mixed, a, b = dense(mixed), dense(a), dense(b)
     if batch * length > 0:
         tile = row_tile(key_dim, 2 * num_key_heads)
-        grid = batch * length, num_blocks(2 * num_key_heads, tile.rows)
+        num_heads = max(2 * num_key_heads, value_heads if by_channel else 0)
         launch(
-            *(kernels.delta_inputs_kernel, grid, tile, _delta_constants(tile, value_heads)),
-            *(mixed, a, b, dense(negative_a), dense(dt_bias), q, k, g, beta, length),
-            *(num_key_heads, key_dim, value_heads, key_dim**-0.5, L2_EPS, step_scale),
-            *(*mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2]),
+            *(kernels.delta_inputs_kernel, (batch * length, num_blocks(num_heads, tile.rows)), tile),
+            _delta_constants(tile, value_heads, by_channel, lower_bound is not None),
+            *(mixed, a, b, dense(negative_a), dt_bias.contiguous(), q, k, g, beta, length),
+            *(num_key_heads, key_dim, value_heads, key_dim**-0.5, L2_EPS, step_scale, lower_bound or 0.0),
+            *(*mixed.stride()[:2], *a.stride()[:2], a.stride(2) if by_channel else 0, *b.stride()[:2]),
         )
     return q, k, g, beta
+
+
+def time_steps(raw: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """One launch for both results."""
+    assert raw.shape == x.shape, "raw and x do not fit"
+    assert bias.shape == x.shape[-1:], "the bias has another shape"
+    steps, weighted = (torch.empty(x.shape, device=x.device) for _ in range(2))
+    if steps.numel() > 0:
+        (raw, x), (grid, tile) = (_tokens(z, 1) for z in (raw, x)), _channel_grid(steps)
+        launch(
+            *(scan_layer.time_steps_kernel, grid, tile, {"BLOCK": tile.columns}),
+            *(raw, dense(bias), x, steps, weighted, *x.shape[1:], *raw.stride()[:2], *x.stride()[:2]),
+        )
+    return steps, weighted
+
+
+def skip_gate(y: Tensor, x: Tensor, skip: Tensor, gate: Tensor) -> Tensor:
+    """One launch for sum and gate; rounded once."""
+    assert y.shape == x.shape == gate.shape, "y, x and gate do not fit"
+    assert skip.shape == x.shape[-1:], "the skip has another shape"
+    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    if out.numel() > 0:
+        (y, x, gate), (grid, tile) = (_tokens(z, 1) for z in (y, x, gate)), _channel_grid(out)
+        launch(
+            *(scan_layer.skip_gate_kernel, grid, tile, {"BLOCK": tile.columns}),
+            *(y, x, dense(skip), gate, out, *x.shape[1:]),
+            *(*y.stride()[:2], *x.stride()[:2], *gate.stride()[:2]),
+        )
+    return out
+
+
+def _channel_grid(out: Tensor) -> tuple[tuple[int, int], Tile]:
+    """A program for each token and block of channels of ``out`` [..., C]."""
+    channels = out.shape[-1]
+    tile = silu_tile(channels)
+    return (out.numel() // channels, num_blocks(channels, tile.columns)), tile
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -192,35 +248,71 @@ def _row_constants(tile: Tile) -> dict[str, int]:
     return {"BLOCK_ROWS": tile.rows, "BLOCK_D": tile.columns}
 
 
+def _norm_constants(tile: Tile, is_sigmoid: bool) -> dict[str, int]:
+    return {**_row_constants(tile), "IS_SIGMOID": is_sigmoid}
+
+
 def _angles_constants(tile: Tile) -> dict[str, int]:
     return {"BLOCK_T": tile.rows, "BLOCK_R": tile.columns}
 
 
-def _delta_constants(tile: Tile, num_value_heads: int) -> dict[str, int]:
-    return {"BLOCK_HEADS": tile.rows, "BLOCK_K": tile.columns, "BLOCK_V": next_power_of_2(num_value_heads)}
+def _delta_constants(tile: Tile, num_value_heads: int, by_channel: bool, has_bound: bool) -> dict[str, int]:
+    blocks = {"BLOCK_HEADS": tile.rows, "BLOCK_K": tile.columns, "BLOCK_V": next_power_of_2(num_value_heads)}
+    return {**blocks, "BY_CHANNEL": by_channel, "HAS_BOUND": has_bound}
 
 
 def variants() -> list[Variant]:
     """Norms of hidden states, heads and states, and one of each of the others, at the sizes of a 4096-wide model."""
-    norm, heads = kernels.norm_kernel, row_tile(128, 32)
     delta = {"mixed": "fp32", "a": "bf16", "b": "bf16", **dict.fromkeys(("negative_a", "dt_bias"), "fp32")}
     delta |= dict.fromkeys(("q", "k", "g", "beta"), "fp32")
     turned = dict.fromkeys(("x", "cos", "sin", "y"), "bf16")
     return [
-        _variant("rms_norm bf16 D=4096", norm, {"x": "bf16", "y": "bf16"}, row_tile(4096)),
-        _variant("rms_norm bf16 D=128", norm, {"x": "bf16", "y": "bf16"}, row_tile(128)),
-        _variant("rms_norm fp32 D=4096", norm, {"x": "fp32", "y": "fp32"}, row_tile(4096)),
-        _variant("add_rms_norm bf16 D=4096", norm, dict.fromkeys(("x", "added", "total", "y"), "bf16"), row_tile(4096)),
-        _variant("gated_rms_norm bf16 D=128", norm, {"x": "fp32", "gate": "bf16", "y": "bf16"}, row_tile(128)),
+        _norm_of("rms_norm bf16 D=4096", {"x": "bf16", "y": "bf16"}, 4096),
+        _norm_of("rms_norm bf16 D=128", {"x": "bf16", "y": "bf16"}, 128),
+        _norm_of("rms_norm fp32 D=4096", {"x": "fp32", "y": "fp32"}, 4096),
+        _norm_of("add_rms_norm bf16 D=4096", dict.fromkeys(("x", "added", "total", "y"), "bf16"), 4096),
+        _norm_of("gated_rms_norm bf16 D=128", {"x": "fp32", "gate": "bf16", "y": "bf16"}, 128),
+        _norm_of("gated_rms_norm sigmoid bf16 D=128", {"x": "fp32", "gate": "bf16", "y": "bf16"}, 128, True),
         _variant(
             *("silu_mul bf16", kernels.silu_mul_kernel, {"gate_up": "bf16", "y": "bf16"}, silu_tile(12288)),
             {"BLOCK": silu_tile(12288).columns},
         ),
+        _variant(
+            "gate_heads bf16 D=128",
+            kernels.gate_heads_kernel,
+            dict.fromkeys(("x", "gates", "y"), "bf16"),
+            row_tile(128),
+        ),
         _variant("rotate bf16 D=256", kernels.rotate_kernel, turned, row_tile(256)),
-        _variant("delta_inputs bf16 K=128", kernels.delta_inputs_kernel, delta, heads, _delta_constants(heads, 32)),
+        _delta("bf16 K=128", delta, 32),
+        _delta("channels bf16 K=128", delta, 64, by_channel=True),
+        _delta("channels bound bf16 K=128", delta, 64, by_channel=True, has_bound=True),
         _angles("bf16", 64),
         _angles("fp32", 128),
+        _around_scan("time_steps", scan_layer.time_steps_kernel, {"raw": "bf16"}),
+        _around_scan("skip_gate", scan_layer.skip_gate_kernel, {"gate": "bf16", "out": "bf16"}),
     ]
+
+
+def _norm_of(name: str, pointers: Mapping[str, str], width: int, is_sigmoid: bool = False) -> Variant:
+    tile = row_tile(width)
+    return _variant(name, kernels.norm_kernel, pointers, tile, _norm_constants(tile, is_sigmoid))
+
+
+def _delta(
+    name: str, pointers: Mapping[str, str], num_heads: int, by_channel: bool = False, has_bound: bool = False
+) -> Variant:
+    """Of so many query and key heads, and of 32 value heads."""
+    tile = row_tile(128, num_heads)
+    constants = _delta_constants(tile, 32, by_channel, has_bound)
+    return _variant(f"delta_inputs {name}", kernels.delta_inputs_kernel, pointers, tile, constants)
+
+
+def _around_scan(name: str, kernel: Any, pointers: Mapping[str, str]) -> Variant:
+    """Of 8192 channels; all other tensors are float32."""
+    tile, tensors = silu_tile(8192), ("raw", "bias", "x", "steps", "weighted", "y", "skip", "gate", "out")
+    types = {x: "fp32" for x in tensors if x in kernel.arg_names} | dict(pointers)
+    return _variant(f"{name} bf16", kernel, types, tile, {"BLOCK": tile.columns})
 
 
 def _angles(dtype: str, width: int) -> Variant:
@@ -236,5 +328,5 @@ def _variant(
     constants = dict(_row_constants(tile) if constants is None else constants)
     constants |= {x: None for x in ("gate", "added", "total") if x in kernel.arg_names and x not in pointers}
     types = {x: f"*{dtype}" for x, dtype in {"weight": "fp32", **pointers}.items()}
-    types |= dict.fromkeys(("eps", "query_scale", "scaling"), "fp32")
+    types |= dict.fromkeys(("eps", "query_scale", "scaling", "step_scale", "bound"), "fp32")
     return Variant.of(name, kernel, types, constants, tile)

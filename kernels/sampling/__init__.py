@@ -289,7 +289,10 @@ def log(x: Tensor) -> Tensor:
     return torch_ops.log(x)
 
 
-@operator(native=lambda probs, uniforms: native_ops.can_accept(probs, None, uniforms))
+@operator(
+    triton=lambda probs, uniforms: gpu.can_launch(probs) and uniforms.shape[-1] <= MAX_CHOSEN,
+    native=lambda probs, uniforms: native_ops.can_accept(probs, None, uniforms),
+)
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw several different tokens from each distribution, one after the other, without replacement.
 
@@ -308,7 +311,10 @@ def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return torch_ops.draw_children(probs, uniforms)
 
 
-@operator(native=lambda probs, _, __, drafts, ___, *uniforms: native_ops.can_accept(probs, drafts, *uniforms))
+@operator(
+    triton=lambda probs, *_: gpu.can_launch(probs),
+    native=lambda probs, _, __, drafts, ___, *uniforms: native_ops.can_accept(probs, drafts, *uniforms),
+)
 def residual_choice(
     probs: Tensor,
     tokens: Tensor,
@@ -329,7 +335,7 @@ def residual_choice(
         tokens, parents: [B, N] int64; siblings have different tokens and are tried in order of nodes. A node other
             than the first with parent -1 is padding.
         draft_probs: [B, N, V] float32, what the children of each node were drawn from, without replacement; rows of
-            nodes without children are not read. A child without mass in what the children before it left was
+            nodes without children change nothing. A child without mass in what the children before it left was
             chosen, not drawn; without draft_probs all were.
         max_children: no node has more. (Further children would not be tried; the distribution of the choices stays
             right.)

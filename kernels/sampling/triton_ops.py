@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gpu import Variant, dense, launch, next_power_of_2, num_blocks
-from specmamba.kernels.sampling import triton_cutoffs
+from specmamba.kernels.sampling import triton_cutoffs, triton_drafts
 from specmamba.kernels.sampling import triton_kernels as kernels
 from specmamba.kernels.sampling.reference import Filter, Strengths
 from specmamba.kernels.sampling.torch_ops import stream_key
@@ -33,6 +33,7 @@ from specmamba.kernels.sampling.triton_rows import (
 UNIFORM_TILE = Tile(256, 2)
 PENALTY_TILE = Tile(1024, 4)
 PEAKS_TILE = Tile(64, 1)  # its block is the chunks of a row
+DRAFT_TILE = Tile(2048, 8)  # one program has a whole row; with 4,096 tokens at a time it spills on sm_100
 CHOICE_TILE = Tile(64, 2)  # the same, with some tokens of each
 
 
@@ -147,6 +148,53 @@ def penalize(
     return out
 
 
+def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One launch, with a program for each row."""
+    rows = Rows.of(probs)
+    tokens = torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
+    is_drawn = torch.empty(uniforms.shape, dtype=torch.bool, device=probs.device)
+    if tokens.numel() == 0:
+        return tokens, is_drawn
+    count, tile = uniforms.shape[-1], DRAFT_TILE
+    arguments = rows.logits, uniforms.contiguous(), tokens, is_drawn, rows.size, rows.logits.stride(0), count
+    launch(triton_drafts.children_kernel, (rows.count,), tile, draft_constexprs(rows.size, count), *arguments)
+    return tokens, is_drawn
+
+
+def residual_choice(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_probs: Tensor | None,
+    max_children: int,
+    accept_uniforms: Tensor,
+    choice_uniforms: Tensor,
+) -> Tensor:
+    """One launch, with a program for each node: it reads a row once, and once more for each child that is refused."""
+    rows, drafts = Rows.of(probs), Rows.of(probs if draft_probs is None else draft_probs)
+    choices = torch.empty(probs.shape[:2], dtype=torch.int64, device=probs.device)
+    if choices.numel() == 0:
+        return choices
+    most, tile = max(1, min(max_children, rows.nodes - 1)), DRAFT_TILE
+    constants = draft_constexprs(rows.size, most) | tree_constexprs(rows.nodes, has_drafts=draft_probs is not None)
+    of_nodes = (x.contiguous() for x in (accept_uniforms, choice_uniforms))
+    arguments = rows.logits, tokens.contiguous(), parents.contiguous(), drafts.logits, *of_nodes, choices
+    strides = rows.nodes, rows.size, rows.logits.stride(0), drafts.logits.stride(0)
+    launch(triton_drafts.residual_kernel, (rows.count,), tile, constants, *arguments, *strides, max_children)
+    return choices
+
+
+def draft_constexprs(size: int, count: int) -> dict[str, int]:
+    """Constants of launches that take up to ``count`` tokens out of rows of a vocabulary."""
+    chunks = next_power_of_2(num_blocks(size, DRAFT_TILE.block))
+    return {"BLOCK": DRAFT_TILE.block, "CHUNKS": chunks, "BLOCK_K": next_power_of_2(count)}
+
+
+def tree_constexprs(nodes: int, has_drafts: bool) -> dict[str, Any]:
+    """Constants of launches that look for children of nodes."""
+    return {"BLOCK_N": next_power_of_2(nodes), "HAS_DRAFTS": has_drafts}
+
+
 def _chunk_masses(
     rows: Rows, temperature: Tensor, filters: tuple[Tensor, Tensor] | tuple[None, None]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,11 +209,12 @@ def _chunk_masses(
 _TYPES = {
     "logits": "*fp32",
     **dict.fromkeys(("temperature", "top_p", "min_p", "uniforms", "levels", "peaks"), "*fp32"),
+    **dict.fromkeys(("drafts", "accept_uniforms", "choice_uniforms"), "*fp32"),
     **dict.fromkeys(("presence", "frequency", "repetition", "probs", "out", "logprobs"), "*fp32"),
-    **dict.fromkeys(("seeds", "positions", "tokens", "top_k"), "*i64"),
+    **dict.fromkeys(("seeds", "positions", "tokens", "parents", "choices", "top_k"), "*i64"),
     **dict.fromkeys(("cuts", "firsts", "counts", "lows"), "*i32"),
     "places": "*i16",
-    **dict.fromkeys(("prompt_mask", "mask", "is_finite"), "*i1"),
+    **dict.fromkeys(("prompt_mask", "mask", "is_finite", "is_drawn"), "*i1"),
     **dict.fromkeys(("masses", "totals"), "*fp64"),
     "key": "i64",
 }
@@ -201,6 +250,16 @@ def variants() -> list[Variant]:
         _variant("draw fp32", kernels.draw_kernel, drawn, tile),
         _variant("draw bf16 no filters", kernels.draw_kernel, {**drawn, **key_bf16, **no_filters}, tile, "*bf16"),
         _variant("probabilities fp32", kernels.probabilities_kernel, drawn, tile),
+        _variant("children k=4", triton_drafts.children_kernel, draft_constexprs(size, 4), DRAFT_TILE),
+        *(
+            _variant(
+                f"residual {'drawn' if has_drafts else 'chosen'} N=8",
+                triton_drafts.residual_kernel,
+                draft_constexprs(size, 4) | tree_constexprs(8, has_drafts),
+                DRAFT_TILE,
+            )
+            for has_drafts in (False, True)
+        ),
         _variant("penalize bf16", kernels.penalize_kernel, {"BLOCK": PENALTY_TILE.block}, PENALTY_TILE, "*bf16"),
     ]
 

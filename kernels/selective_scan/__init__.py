@@ -6,8 +6,9 @@ from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.selective_scan import native_ops, torch_ops
 from specmamba.kernels.state_records import StateOperands
+from specmamba.kernels.state_records.operands import refuse_exact
 
-__all__ = ["advance", "fold"]
+__all__ = ["advance", "fold", "fold_exactly"]
 
 
 @operator(triton=lambda *args: gpu.can_launch(args[0], args[-1].states), native=native_ops.can_take)
@@ -51,3 +52,14 @@ def fold(state: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, num_pen
         ValueError: shapes do not fit each other, or num_pending is not int64 (native form).
     """
     return torch_ops.fold(state, b, u, dt, rates, num_pending)
+
+
+def fold_exactly(state: Tensor, b: Tensor, u: Tensor, dt: Tensor, rates: Tensor, num_pending: Tensor) -> Tensor:
+    """As ``fold``, with the bits that native verifies and extends give a state in any case (README.md).
+
+    Raises:
+        ValueError: as ``fold``.
+        RuntimeError: native code does not take the operands.
+    """
+    refuse_exact(not native_ops.can_fold(state, b, u, dt, rates, num_pending))
+    return native_ops.fold(state, b, u, dt, rates, num_pending)

@@ -9,11 +9,13 @@ import triton.language as tl
 
 from specmamba.kernels.state_records.triton_kernels import as_stored, finite
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # rates are multiplied by it where they are loaded: powers are of two
+
 
 @triton.jit
 def step(state, b, u, dt, rates):
     """The state [LANES, COLUMNS] behind a token b [LANES], u and dt [COLUMNS]. Rounded alike wherever it is used."""
-    return tl.fma(b[:, None], u[None, :], state * tl.exp(rates * dt[None, :]))
+    return tl.fma(b[:, None], u[None, :], state * tl.exp2(rates * dt[None, :]))
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def tree_verify(
     kept_u += row * kept_u_row_stride + columns
     kept_dt += row * kept_dt_row_stride + columns
     count = node_offset if num_pending is None else tl.load(num_pending + batch).to(tl.int32)
-    of_layer = tl.load(rates + lanes[:, None] * CHANNELS + columns[None, :], mask=in_state, other=0.0)
+    of_layer = LOG2_E * tl.load(rates + lanes[:, None] * CHANNELS + columns[None, :], mask=in_state, other=0.0)
     place = states + slot * states_slot_stride + lanes[:, None] * states_lane_stride + columns[None, :]
     root = advance(
         tl.load(place, mask=in_state, other=0.0).to(tl.float32), of_layer, kept_b, kept_u, kept_dt, count,
@@ -103,6 +105,43 @@ def tree_verify(
         previous = i
 
 
+@triton.jit
+def recur(
+    state, c, b, u, dt, out, rates, length, lanes, columns,
+    c_token_stride, b_token_stride, u_token_stride, dt_token_stride, out_token_stride,
+    STATE_DIM: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, READS: tl.constexpr,
+):  # fmt: skip
+    """The state behind ``length`` > 0 tokens, one after the other, and the sum of their steps [COLUMNS].
+
+    The next token is loaded while one is computed. Pointers are blocks of the first; outputs are written if ``READS``.
+    """
+    in_lanes, in_columns = lanes < STATE_DIM, columns < CHANNELS
+    of_b = tl.load(b, mask=in_lanes, other=0.0)
+    of_u, of_dt = tl.load(u, mask=in_columns, other=0.0), tl.load(dt, mask=in_columns, other=0.0)
+    if READS:
+        of_c = tl.load(c, mask=in_lanes, other=0.0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for t in range(length):
+        has_next = t + 1 < length
+        next_lanes, next_columns = lanes < tl.where(has_next, STATE_DIM, 0), columns < tl.where(has_next, CHANNELS, 0)
+        b += b_token_stride
+        u += u_token_stride
+        dt += dt_token_stride
+        next_b = tl.load(b, mask=next_lanes, other=0.0)
+        next_u = tl.load(u, mask=next_columns, other=0.0)
+        next_dt = tl.load(dt, mask=next_columns, other=0.0)
+        state = step(state, of_b, of_u, of_dt, rates)
+        if READS:
+            c += c_token_stride
+            next_c = tl.load(c, mask=next_lanes, other=0.0)
+            tl.store(out + tl.cast(t, tl.int64) * out_token_stride, tl.sum(of_c[:, None] * state, 0), mask=in_columns)
+            of_c = next_c
+        else:
+            total += of_dt
+        of_b, of_u, of_dt = next_b, next_u, next_dt
+    return state, total
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def extend(
     c, b, u, dt, rates, out, states, slots, lengths, num_tokens,
@@ -110,7 +149,7 @@ def extend(
     dt_row_stride, dt_token_stride, out_row_stride, out_token_stride, states_slot_stride, states_lane_stride,
     STATE_DIM: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Known tokens, one after the other; the next one is loaded while a token is computed."""
+    """Known tokens, one after the other."""
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lanes, columns = tl.arange(0, LANES), block * COLUMNS + tl.arange(0, COLUMNS)
     in_lanes, in_columns = lanes < STATE_DIM, columns < CHANNELS
@@ -123,27 +162,15 @@ def extend(
         return
 
     in_state = in_lanes[:, None] & in_columns[None, :]
-    of_layer = tl.load(rates + lanes[:, None] * CHANNELS + columns[None, :], mask=in_state, other=0.0)
+    of_layer = LOG2_E * tl.load(rates + lanes[:, None] * CHANNELS + columns[None, :], mask=in_state, other=0.0)
     place = states + slot * states_slot_stride + lanes[:, None] * states_lane_stride + columns[None, :]
-    state = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
-    c, b = c + batch * c_row_stride + lanes, b + batch * b_row_stride + lanes
-    u, dt = u + batch * u_row_stride + columns, dt + batch * dt_row_stride + columns
-    of_c, of_b = tl.load(c, mask=in_lanes, other=0.0), tl.load(b, mask=in_lanes, other=0.0)
-    of_u, of_dt = tl.load(u, mask=in_columns, other=0.0), tl.load(dt, mask=in_columns, other=0.0)
-    for t in range(length):
-        has_next = t + 1 < length
-        next_lanes, next_columns = lanes < tl.where(has_next, STATE_DIM, 0), columns < tl.where(has_next, CHANNELS, 0)
-        c += c_token_stride
-        b += b_token_stride
-        u += u_token_stride
-        dt += dt_token_stride
-        next_c = tl.load(c, mask=next_lanes, other=0.0)
-        next_b = tl.load(b, mask=next_lanes, other=0.0)
-        next_u = tl.load(u, mask=next_columns, other=0.0)
-        next_dt = tl.load(dt, mask=next_columns, other=0.0)
-        state = step(state, of_b, of_u, of_dt, of_layer)
-        tl.store(out + tl.cast(t, tl.int64) * out_token_stride, tl.sum(of_c[:, None] * state, 0), mask=in_columns)
-        of_c, of_b, of_u, of_dt = next_c, next_b, next_u, next_dt
+    state, _ = recur(
+        tl.load(place, mask=in_state, other=0.0).to(tl.float32),
+        c + batch * c_row_stride + lanes, b + batch * b_row_stride + lanes,
+        u + batch * u_row_stride + columns, dt + batch * dt_row_stride + columns, out, of_layer, length, lanes, columns,
+        c_token_stride, b_token_stride, u_token_stride, dt_token_stride, out_token_stride,
+        STATE_DIM, CHANNELS, COLUMNS, True,
+    )  # fmt: skip
     tl.store(place, as_stored(state, states.dtype.element_ty), mask=in_state)
 
 
@@ -160,7 +187,7 @@ def tree_verify_snapshots(
     lanes, columns = tl.arange(0, LANES), block * COLUMNS + tl.arange(0, COLUMNS)
     in_lanes, in_columns = lanes < STATE_DIM, columns < CHANNELS
     in_state = in_lanes[:, None] & in_columns[None, :]
-    of_layer = tl.load(rates + lanes[:, None] * CHANNELS + columns[None, :], mask=in_state, other=0.0)
+    of_layer = LOG2_E * tl.load(rates + lanes[:, None] * CHANNELS + columns[None, :], mask=in_state, other=0.0)
     state += batch * state_row_stride + lanes[:, None] * state_lane_stride + columns[None, :]
     snapshots += batch * snapshots_row_stride + lanes[:, None] * snapshots_lane_stride + columns[None, :]
     c, b = c + batch * c_row_stride + lanes, b + batch * b_row_stride + lanes
@@ -199,7 +226,7 @@ def fold(
     in_lanes, in_columns = lanes < STATE_DIM, columns < CHANNELS
     in_state = in_lanes[:, None] & in_columns[None, :]
     count = tl.load(num_pending + row).to(tl.int32)
-    of_layer = tl.load(
+    of_layer = LOG2_E * tl.load(
         rates + row * rates_row_stride + lanes[:, None] * rates_lane_stride + columns[None, :], mask=in_state, other=0.0
     )
     read = state + row * state_row_stride + lanes[:, None] * state_lane_stride + columns[None, :]

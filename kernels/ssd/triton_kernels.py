@@ -10,10 +10,12 @@ import triton.language as tl
 
 from specmamba.kernels.state_records.triton_kernels import (
     add_ahead,
+    add_one_by_one,
+    add_product,
+    add_sums,
     decay_behind,
     decays_to_last,
     path_decay,
-    product,
 )
 
 
@@ -99,7 +101,9 @@ def _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES: tl.constexpr):
 
 
 @triton.jit
-def _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES: tl.constexpr, RECORDS: tl.constexpr):
+def _decay_between(
+    ancestors, g, g_node_stride, i, j, num_nodes, NODES: tl.constexpr, RECORDS: tl.constexpr, PARTS: tl.constexpr
+):
     """Decay from node j to node i that sees it, else 0: [I, J], of RECORDS nodes j.
 
     What lies between the two is summed up, and is no difference of sums from the root on: behind a strong decay these
@@ -111,7 +115,7 @@ def _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES: tl.const
         own = _finite(tl.load(g + n * g_node_stride, mask=n < num_nodes, other=0.0))
         is_behind = _sees(ancestors, n, j, num_nodes) & (n[:, None] != j[None, :])
         on_path = tl.where(_sees(ancestors, i, n, num_nodes), own[None, :], 0.0)
-        between += tl.dot(on_path, tl.where(is_behind, 1.0, 0.0), input_precision="ieee")
+        between = add_sums(between, on_path, is_behind, PARTS)
     return tl.where(_sees(ancestors, i, j, num_nodes), tl.exp(between), 0.0)
 
 
@@ -127,7 +131,7 @@ def _scores(
         of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
         of_b = _vectors(b, j, b_stride, lanes, num_b, STATE_DIM)
         flaws += tl.sum(_flaw(of_b), axis=1)
-        scores += product(of_c, tl.trans(_finite(of_b)), PARTS)
+        scores = add_product(scores, of_c, tl.trans(_finite(of_b)), PARTS)
     return scores, flaws
 
 
@@ -163,11 +167,13 @@ def tree_verify(
     group, i, columns = head // heads_per_group, tl.arange(0, NODES), block * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = columns < HEAD_DIM
     in_out = (i < num_nodes)[:, None] & in_columns[None, :]
-    out += batch * out_batch_stride + i[:, None] * out_node_stride + head * HEAD_DIM + columns[None, :]
     slot, row = _row_of(batch, slots), _row_of(batch, rows)
     is_padding = slot == 0 if slots is not None else False
     if is_padding:
-        tl.store(out, tl.zeros([NODES, COLUMNS], tl.float32), mask=in_out)
+        # not as at the end: the same addresses would be kept in registers up to there
+        out += batch * out_batch_stride + head * HEAD_DIM
+        zeros = tl.zeros([NODES, COLUMNS], tl.float32)
+        tl.store(out + (i[:, None] * out_node_stride + columns[None, :]), zeros, mask=in_out)
         return
 
     states += slot * states_slot_stride + head * states_head_stride
@@ -187,15 +193,22 @@ def tree_verify(
         place = states + lanes.to(tl.int64)[:, None] * states_lane_stride + columns[None, :]
         state = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
         if is_folding:
-            state = _advance(
-                state, kept_b, kept_u, kept_decay, pending, last_decay, lanes, columns,
-                kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride, STATE_DIM, HEAD_DIM, RECORDS,
-            )  # fmt: skip
+            if PARTS == "none":
+                state = _advance(
+                    state, kept_b, kept_u, kept_decay, pending, last_decay, lanes, columns,
+                    kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride, STATE_DIM, HEAD_DIM, RECORDS,
+                )  # fmt: skip
+            else:  # exact too, and without the registers of such a product
+                state = add_one_by_one(
+                    state * tl.exp(last_decay), kept_b, kept_u, kept_decay, pending, lanes, columns,
+                    lanes < STATE_DIM, in_columns,
+                    kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride,
+                )  # fmt: skip
             stored = _as_stored(state, states.dtype.element_ty)
             tl.store(place, stored, mask=in_state)
             state = stored.to(tl.float32)
         of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
-        total += product(of_c, state, PARTS)
+        total = add_product(total, of_c, state, PARTS)
     decay = _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES)  # from the pending records on
     total *= tl.exp(decay + tl.where(is_folding, 0.0, last_decay))[:, None]
 
@@ -203,14 +216,14 @@ def tree_verify(
         j = start + tl.arange(0, RECORDS)
         own = tl.load(g + j * g_node_stride, mask=j < num_nodes, other=0.0)
         of_u = _vectors(u, j, u_node_stride, columns, num_nodes, HEAD_DIM)
-        between = _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES, RECORDS)
+        between = _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES, RECORDS, PARTS)
         scores, flaws = _scores(
             c, i, c_node_stride, num_nodes, b, j, b_node_stride, num_nodes, STATE_DIM, NODES, LANES, RECORDS, PARTS
         )
         flaws += tl.sum(_flaw(of_u), axis=1) + _flaw(own)
         of_u, is_seen = _finite(of_u), _sees(ancestors, i, j, num_nodes)
         weights = scores * between + tl.where(is_seen, flaws[None, :], 0.0)
-        total += product(weights, of_u, PARTS)
+        total = add_product(total, weights, of_u, PARTS)
 
         record = (node_offset + j).to(tl.int64)
         in_record = (j < num_nodes)[:, None] & in_columns[None, :]
@@ -229,7 +242,8 @@ def tree_verify(
             c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending,
             STATE_DIM, NODES, LANES, RECORDS, PARTS,
         )  # fmt: skip
-        total += product(scores * between, of_u, PARTS)
+        total = add_product(total, scores * between, of_u, PARTS)
+    out += batch * out_batch_stride + i[:, None].to(tl.int64) * out_node_stride + head * HEAD_DIM + columns[None, :]
     tl.store(out, total, mask=in_out)
 
 
@@ -280,9 +294,9 @@ def root_verify(
             tl.store(kept_b + record * kept_b_record_stride + lanes, b, mask=in_lanes)
 
     if is_folding:
-        state = _advance(
-            state, kept_b, kept_u, kept_decay, pending, last_decay, lanes, columns,
-            kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride, STATE_DIM, HEAD_DIM, RECORDS,
+        state = add_one_by_one(
+            state * tl.exp(last_decay), kept_b, kept_u, kept_decay, pending, lanes, columns, in_lanes, in_columns,
+            kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride,
         )  # fmt: skip
         stored = _as_stored(state, states.dtype.element_ty)
         tl.store(place, stored, mask=in_state)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import Variant, Work, dense, launch, next_power_of_2
+from specmamba.kernels.gpu import ROOM, Registers, Variant, Work, dense, launch, next_power_of_2, register_options
 from specmamba.kernels.ssd import triton_kernels, triton_prompts
 from specmamba.kernels.state_records import tiles as prompts
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
@@ -20,6 +20,7 @@ from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAI
 MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
+BLOCKS = {"columns", "lanes", "nodes", "records", "tokens", "slices"}  # of a tile that kernels have as constants
 EXTENDS_IN_PARTS = True  # products of long prompts, for models in 16 bits; those of short ones are exact for all
 
 
@@ -41,11 +42,12 @@ class Tile:
     slices: int = 0
     num_warps: int = 4
     num_stages: int = 1
+    registers: Registers | None = None
 
 
 def constexprs(tile: Tile, state_dim: int, head_dim: int, parts: str = "") -> dict[str, Any]:
     """Constants of a launch over states [S, P]; ``parts`` of products, of kernels that have any."""
-    blocks = {name.upper(): size for name, size in asdict(tile).items() if size and not name.startswith("num_")}
+    blocks = {name.upper(): size for name, size in asdict(tile).items() if name in BLOCKS and size}
     return {"STATE_DIM": state_dim, "HEAD_DIM": head_dim, **blocks} | ({"PARTS": parts} if parts else {})
 
 
@@ -54,7 +56,9 @@ def verify_tile(
 ) -> Tile:
     """Choose the tile for trees of up to MAX_NODES nodes; one node has its own kernel, without matrix products.
 
-    ``is_exact``: products are; ``num_states``: heads of all rows. Up to 16 nodes: the fastest of 14 tiles on an H200.
+    ``is_exact``: products are; ``num_states``: heads of all rows. Up to 16 nodes: the fastest of 14 tiles on an H200,
+    when they had up to 210 registers of a thread; with the limit, by which none of them spills, they were not timed.
+    That of few states in parts has none: it is not among the variants whose spills are counted.
     """
     state, head = _at_least(state_dim), _at_least(head_dim)
     if num_nodes == 1:
@@ -62,11 +66,12 @@ def verify_tile(
     nodes = _at_least(num_nodes)
     if nodes > LEAST:
         return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=8)
+    room = Registers(ROOM)
     if is_exact:
-        return Tile(columns=min(head, 64), lanes=16, nodes=nodes, records=16)
+        return Tile(columns=min(head, 64), lanes=16, nodes=nodes, records=16, registers=room)
     if num_states < MANY_STATES:
         return Tile(columns=min(head, 32), lanes=min(state, 64), nodes=nodes, records=16)
-    return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=1)
+    return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=1, registers=room)
 
 
 def chain_tile(state_dim: int, head_dim: int) -> Tile:
@@ -247,8 +252,9 @@ def _verify(
     parts, per_group = parts_of(model_dtype, u.device), heads // b.shape[2]
     tile = verify_tile(nodes, state_dim, head_dim, parts == "none", len(u) * heads)
     (kept_b, kept_u, kept_decay), t, of_states = records, trees, states.stride()[:3]
-    sizes = constexprs(tile, state_dim, head_dim) | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     kept = (*kept_b.stride()[:3], *kept_u.stride()[:3], *kept_decay.stride()[:2])
+    sizes = constexprs(tile, state_dim, head_dim) | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    sizes |= register_options(tile.registers, u.device)
     if nodes == 1:
         triton_kernels.root_verify[_grid(tile, out)](
             *(c, b, u, g, out, states, *records, rows, slots, t.num_pending, t.folds, t.node_offset, per_group),
@@ -348,7 +354,7 @@ def _variant(name: str, kernel: Any, tile: Tile, sizes: dict[str, Any], types: M
     known = dict.fromkeys(floats, "*fp32") | dict(types) | dict.fromkeys(sizes, "constexpr")
     signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
     unaligned = frozenset(x for x in signature if x.startswith(("g_", "kept_decay_")))
-    return Variant(name, kernel, signature, sizes, tile.num_warps, tile.num_stages, unaligned)
+    return Variant(name, kernel, signature, sizes, tile.num_warps, tile.num_stages, unaligned, registers=tile.registers)
 
 
 def _at_least(size: int) -> int:

@@ -1,12 +1,12 @@
 // Folds of pending records into checkpoints; reference.py specifies them.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "parallel.h"
 #include "replayable.h"
 #include "state_records/exact.h"
+#include "state_records/row_folds.h"
 #include "state_records/state.h"
 
 namespace {
@@ -148,8 +148,6 @@ struct RowFolds {
   int64_t key_heads, value_heads, key_dim, value_dim, decay_dim;
   int64_t is_exact;  // as in Fold
 
-  bool is_folded(int64_t b) const { return (folds == nullptr || folds[b]) && num_pending[b] > 0; }
-
   // The fold of one row in one layer.
   Fold of(int64_t layer, int64_t b) const {
     const int64_t row = layer * rows + rows_of_batch[b], slot = layer * slots + slots_of_batch[b];
@@ -163,26 +161,17 @@ struct RowFolds {
             1, key_heads, value_heads, key_dim, value_dim, decay_dim,
             0, 0, 0, 0, 0, is_exact};
   }
-
-  // The newest inputs become the window of the checkpoint, in its slot and in front of the row's records.
-  void move_window(int64_t layer, int64_t b) const {
-    const int64_t size = window * input_bytes;
-    char* inputs = conv_inputs + (layer * rows + rows_of_batch[b]) * (size + capacity * input_bytes);
-    char* kept = windows + (layer * slots + slots_of_batch[b]) * size;
-    std::memcpy(kept, inputs + num_pending[b] * input_bytes, size);
-    std::memcpy(inputs, kept, size);
-  }
 };
 
 }  // namespace
 
 extern "C" void fold_rows(const RowFolds* p, int num_threads) {
   for (int64_t b = 0; b < p->batch; ++b) {
-    if (!p->is_folded(b)) continue;
+    if (!is_folded(*p, b)) continue;
     const int64_t tasks = std::max<int64_t>(1, p->value_heads);  // a layer without heads has a window alone
     for_heads(p->layers, tasks, num_threads, [&](int64_t layer, int64_t h) {
       if (h < p->value_heads) fold(p->of(layer, b), 0, h);
-      if (h == 0) p->move_window(layer, b);
+      if (h == 0) move_window(*p, layer, b);
     });
     p->num_pending[b] = 0;
   }

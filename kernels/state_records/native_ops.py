@@ -95,17 +95,25 @@ def can_fold_rows(x: Buffers) -> bool:
 def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
     """One call for all layers and rows. Rows and slots are not checked."""
     native = library.required(code())
+    pointers = *(x.data_ptr() for x in _memory(buffers)), *pointers_of_rows(rows, slots, num_pending, folds)
+    native.fold_rows(_RowFolds(*pointers, len(rows), *_sizes(buffers)), torch.get_num_threads())
+
+
+def pointers_of_rows(
+    rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None
+) -> tuple[int, int, int, int | None]:
+    """Addresses of what a fold of rows knows of the batch, after checks; rows and slots themselves are not checked.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
     batch, places = len(rows), (rows, slots, num_pending)
     are_places = all(x.dtype is torch.int64 and x.is_cpu and x.is_contiguous() for x in places)
     require(are_places, "places need contiguous int64 on the CPU")
     require(all(x.shape == (batch,) for x in places), "rows, slots and num_pending need one entry per row")
-    is_mask = folds is None or (folds.dtype is torch.bool and folds.shape == (batch,) and folds.is_contiguous())
-    require(is_mask, "folds needs [B] bool")
-    pointers = [x.data_ptr() for x in (*_memory(buffers), *places)]
-    native.fold_rows(
-        _RowFolds(*pointers, None if folds is None else folds.data_ptr(), batch, *_sizes(buffers)),
-        torch.get_num_threads(),
-    )
+    is_mask = folds is None or (folds.dtype is torch.bool and folds.shape == (batch,))
+    require(is_mask and (folds is None or (folds.is_cpu and folds.is_contiguous())), "folds needs [B] bool on the CPU")
+    return rows.data_ptr(), slots.data_ptr(), num_pending.data_ptr(), None if folds is None else folds.data_ptr()
 
 
 def _memory(x: Buffers) -> tuple[Tensor, ...]:
@@ -274,24 +282,29 @@ def can_extend(state: ExtendOperands, dtype: torch.dtype) -> bool:
 
 
 def extend_states(
-    run: Callable[[Any], None], state: ExtendOperands, conv: Tensor | None, heads: Heads, batch: int, tokens: int
+    run: Callable[[Any], None],
+    state: ExtendOperands,
+    conv: Tensor | None,
+    heads: Heads | None,
+    batch: int,
+    tokens: int,
 ) -> None:
     """Call ``run`` with the native structure of known tokens [batch, tokens] and the states that they advance.
 
     float32 states advance in place, others in a copy that is put back. Slots and lengths are not checked. Without
-    ``conv`` the windows are no part of the call, and they are not checked.
+    ``conv`` the windows are no part of the call, without ``heads`` the states are none, and they are not checked.
 
     Raises:
         ValueError: states or windows do not fit the ``heads`` and the convolution [C, W], or the slots the batch.
     """
     pool, windows, rows, lengths = state.states, state.windows, state.slots.index, state.lengths
-    require(pool.shape[1:] == heads.state, "the states have another shape")
+    require(heads is None or pool.shape[1:] == heads.state, "the states have another shape")
     is_fitting = conv is None or windows.shape[1:] == (conv.shape[1] - 1, conv.shape[0])
     require(is_fitting, "the windows have another shape")
     require(rows.shape == lengths.shape == (batch,), "slots and lengths need one entry per row")
     require(rows.dtype is lengths.dtype is torch.int64, "slots and lengths need int64")
     rows, lengths = rows.contiguous(), lengths.contiguous()
-    is_in_place = pool.dtype is torch.float32 and is_contiguous_from(pool, 1)
+    is_in_place = heads is None or (pool.dtype is torch.float32 and is_contiguous_from(pool, 1))
     states = pool if is_in_place else state.slots.take(pool).to(torch.float32, copy=True).contiguous()
     states_of_rows = rows if is_in_place else torch.arange(batch)
     pointers = (x.data_ptr() for x in (states, windows, states_of_rows, rows, lengths))

@@ -164,6 +164,11 @@ class RecordOperands:
         """The checkpoints' pool [slots, Hv, K, V]."""
         return self.buffers.states
 
+    @property
+    def is_exact(self) -> bool:
+        """As in ``Buffers``."""
+        return self.buffers.is_exact
+
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
         """Read every checkpoint once for all nodes, and write a record (key, update, log decay) of each."""
         out: Tensor

@@ -44,6 +44,49 @@ def product(a, b, PARTS: tl.constexpr):
 
 
 @triton.jit
+def rounded(x):
+    """Numbers in float32 rounded to those that bfloat16 has, by integers, ties away from zero.
+
+    Conversions are slow instructions on NVIDIA GPUs, and made one by one where results are needed in float32 too.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x8000) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_product(total, a, b, PARTS: tl.constexpr):
+    """Total + a b, of matrices, as ``product`` computes it: sums start from ``total``, and none are beside it."""
+    if PARTS == "none":
+        return tl.dot(a, b, total, input_precision="ieee")
+    else:
+        a_high, b_high = rounded(a), rounded(b)
+        a_low, b_low = (a - a_high).to(tl.bfloat16), (b - b_high).to(tl.bfloat16)
+        if PARTS == "wide":
+            a_low, b_low = a_low.to(tl.float32), b_low.to(tl.float32)
+        else:
+            a_high, b_high = a_high.to(tl.bfloat16), b_high.to(tl.bfloat16)
+        return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low, total)))
+
+
+@triton.jit
+def add_sums(total, x, is_summed, PARTS: tl.constexpr):
+    """Total + the sums over j of x [I, J] where ``is_summed`` [J, K], of exact terms."""
+    # on tensor cores but for "none": a float32 number is the sum of three in bfloat16, and a product of such a number
+    # with 0 or 1 is exact
+    if PARTS == "none":
+        return tl.dot(x, tl.where(is_summed, 1.0, 0.0), total, input_precision="ieee")
+    else:
+        for _ in tl.static_range(3):
+            part = x.to(tl.bfloat16)
+            if PARTS == "wide":
+                total = tl.dot(part.to(tl.float32), tl.where(is_summed, 1.0, 0.0), total)
+            else:
+                total = tl.dot(part, tl.where(is_summed, 1.0, 0.0).to(tl.bfloat16), total)
+            x -= part.to(tl.float32)
+        return total
+
+
+@triton.jit
 def path_decay(decay, count, record_stride, BLOCK_RECORDS: tl.constexpr):
     """Log decay from a checkpoint to the last of its ``count`` pending records, 0 where nothing is pending."""
     total = 0.0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.pair_writes import PairWrites
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import Batch, Packing, PrefillChunk
@@ -154,19 +156,31 @@ def tree_keys(
 
 
 def prefill_chunk(
-    rows: Sequence[int], starts: Sequence[int], known: Sequence[Sequence[int]], device: torch.device
+    rows: Sequence[int],
+    starts: Sequence[int],
+    known: Sequence[Sequence[int]],
+    device: torch.device,
+    writes: PairWrites | None = None,
 ) -> PrefillChunk:
-    """Pad runs of ``known`` tokens, which begin at the positions ``starts``, to one length."""
+    """Pad runs of ``known`` tokens, which begin at the positions ``starts``, to one length.
+
+    ``writes`` bring the numbers to the device without waiting for it; the chunk is valid until the second write behind
+    it then. None: the device is waited for.
+    """
     lengths = [len(tokens) for tokens in known]
-    longest = max(lengths)
+    size, longest = len(rows), max(lengths)
     padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in known]
-    first = torch.tensor(starts, device=device)
+    columns = list(rows), list(starts), lengths, list(chain.from_iterable(padded))
+    if writes is None:
+        row_index, first, counts, tokens = (torch.tensor(column, device=device) for column in columns)
+    else:
+        row_index, first, counts, tokens = writes.send_columns(columns)
     return PrefillChunk(
         rows=tuple(rows),
-        row_index=torch.tensor(rows, device=device),
-        tokens=torch.tensor(padded, device=device),
+        row_index=row_index,
+        tokens=tokens.view(size, longest),
         positions=first[:, None] + torch.arange(longest, device=device),
-        lengths=torch.tensor(lengths, device=device),
+        lengths=counts,
         is_padded=min(lengths) < longest,
         end=max(start + length for start, length in zip(starts, lengths, strict=True)),
     )

@@ -17,6 +17,10 @@ from specmamba.kernels import state_copy
 from specmamba.kernels.paged_attention.codes import as_bytes
 
 Pages = NDArray[np.int64]
+# Attention over pages in order is a few percent of a small model's step faster than over pages in the order of ended
+# requests. So where many pages become free at once, those that are given next are sorted.
+SORTED_FROM = 16  # pages that become free
+MOST_SORTED = 2048  # pages that are given next
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
 
@@ -89,6 +93,8 @@ class PageAllocator:
             raise RuntimeError("a KV page lost its last holder while it was pinned")
         self._stack[self.num_free : self.num_free + len(freed)] = freed[::-1]
         self.num_free += len(freed)
+        if len(freed) >= SORTED_FROM:
+            self._stack[max(0, self.num_free - MOST_SORTED) : self.num_free][::-1].sort()
 
     def pin(self, pages: Pages) -> None:
         """Pin pages for one of their holders. Raises RuntimeError: a page is free or does not belong to this pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -26,8 +27,7 @@ class _Piece:
         if 2 * count > len(self._host):
             self._grow(4 * count)
         self._count = count
-        numbers: NDArray[np.int64] = self._host[: 2 * count].view(2, count).numpy()
-        return numbers
+        return self._numbers[: 2 * count].reshape(2, count)
 
     def send(self) -> Tensor:
         """Copy what was written, without waiting for it."""
@@ -41,6 +41,7 @@ class _Piece:
         with torch.inference_mode(False):  # also written outside of steps
             self._host = torch.empty(size, dtype=torch.int64, pin_memory=self._event is not None)
             self._on_device = torch.empty(size, dtype=torch.int64, device=self._device)
+            self._numbers: NDArray[np.int64] = self._host.numpy()
 
 
 class PairWrites:
@@ -58,6 +59,16 @@ class PairWrites:
         """Return memory of the host, [2, count] int64, that is to be filled before ``send``."""
         self._piece = next(self._pieces)
         return self._piece.begin(count)
+
+    def send_columns(self, columns: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Copy columns of numbers of any lengths; returns them on the device, valid as long as those of ``send``."""
+        sizes = [len(column) + len(column) % 2 for column in columns]  # each begins where a kernel reads fastest
+        flat, first = self.begin(sum(sizes) // 2).reshape(-1), 0
+        for column, size in zip(columns, sizes, strict=True):
+            flat[first : first + len(column)] = column
+            first += size
+        parts = self.send().view(-1).split(sizes)
+        return [part[: len(column)] for part, column in zip(parts, columns, strict=True)]
 
     def send(self) -> Tensor:
         """Copy the numbers of the last ``begin``; returns them on the device, [2, count].

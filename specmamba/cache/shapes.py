@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 MIN_PENDING_CAPACITY = 16
-MISSED_TOKENS = 256  # of a request, whose states are kept for a draft head that had no part in their steps
+# of a request, whose states are kept for a draft head that had no part in their steps: 64 are enough to draft as well
+MISSED_TOKENS = 96
+MISSED_AT_ONCE = 32  # of these tokens, that get memory at once
 SCALE_DTYPE = torch.float32  # of stored codes
 
 

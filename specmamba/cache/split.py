@@ -58,6 +58,11 @@ class Split:
         return SplitStats(self._num_moves, self._moved_pages * self._kv.page_size, self._moved_states)
 
     @property
+    def num_slots_at_start(self) -> int:
+        """State slots that there were at the start."""
+        return self._start[1]
+
+    @property
     def spare_bytes(self) -> int:
         """Bytes that neither pool has."""
         bounds = self.bounds

@@ -19,7 +19,7 @@ from specmamba.parallel.share import Part
 
 # Experts in one tensor, convolutions too: their bytes are the same in any form. Experts in the blocks of an MTP head.
 STORED = re.compile(r"\.experts\.(gate_up|up|down)_proj$|\.conv1d\.weight$|^mtp\.layers\.\d+\.mlp\.gate\.weight$")
-MTP = re.compile(r"mtp\.(fc|layers\.0\.eh_proj)\.weight")
+MTP = re.compile(r"(mtp\.fc|mtp\.layers\.0\.eh_proj|model\.layers\.\d+\.eh_proj)\.weight")
 MTP_FIELDS = "mtp_num_hidden_layers", "num_nextn_predict_layers"
 
 

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# Models with layers of those that run, and what they have besides, for which there is no code.
+LACKING = {
+    "Glm5NextForConditionalGeneration": "sparse attention over keys that an indexer chooses, mixed residual streams "
+    "(hyper-connections), and clamped inputs of SwiGLU",
+    "KimiK3ForConditionalGeneration": "attention over the outputs of earlier layers in place of their sum (attention "
+    "residuals), experts of another width than the layers', and SiTU activations",
+}
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 
 
@@ -73,18 +80,27 @@ def read_architecture(folder: Path) -> str:
     return names[0]
 
 
+def require_supported(folder: Path, architecture: str, supported: Sequence[str]) -> None:
+    """Raise UnsupportedModelError unless an architecture is one of ``supported``.
+
+    The message lists those that are, and says of some that share their layers what is missing.
+    """
+    if architecture not in supported:
+        lacking = f", of which {LACKING[architecture]} are missing" if architecture in LACKING else ""
+        raise UnsupportedModelError(
+            f"{folder} is a {architecture} model{lacking}; specmamba has models for: {', '.join(sorted(supported))}"
+        )
+
+
 def read_config(folder: Path, supported: Sequence[str]) -> tuple[PretrainedConfig, str]:
     """Read the config of a checkpoint, and the name of its architecture, which is one of ``supported``.
 
     Raises:
-        UnsupportedModelError: the architecture is not supported; the message lists those that are.
+        UnsupportedModelError: as ``require_supported``.
         CheckpointError: config.json is missing, damaged, names no architecture, or has invalid values.
     """
     architecture = read_architecture(folder)
-    if architecture not in supported:
-        raise UnsupportedModelError(
-            f"{folder} is a {architecture} model; specmamba has models for: {', '.join(sorted(supported))}"
-        )
+    require_supported(folder, architecture, supported)
     file = folder / "config.json"
     raw = read_json(file)
     _require_model_type(file, architecture, raw)

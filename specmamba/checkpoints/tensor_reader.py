@@ -193,6 +193,10 @@ class TensorReader:
         whole = decode(name, parts, shape, self._storage)
         return whole if part is None else part.of(whole)
 
+    def numbers(self, name: str, shape: tuple[int, ...], rows: Sequence[int]) -> Tensor:
+        """Some rows of a quantized matrix of this shape, as float32. Raises as ``take``."""
+        return self._take_dense(name, shape, torch.float32, Part(0, torch.tensor(rows)))
+
     def leave(self, name: str, shape: tuple[int, ...]) -> None:
         """Mark a tensor as used that another rank takes. Raises CheckpointError: there is none of this shape."""
         if name not in self._parts:

@@ -206,6 +206,7 @@ def plan_rows(deployment: DeploymentFile, config: ClusterConfig) -> list[tuple[s
     ranks = config.tp_size
     gpus = "no GPU" if config.device == "cpu" else f"{ranks} GPU{'s' if ranks > 1 else ''} where the cluster has any"
     cpus = config.ingress_cpus
+    in_all = dict.fromkeys(f"{size * config.replica_cpus + cpus:g}" for size in (least, most))  # once, where it stays
     rows = [
         ("application", deployment.name),
         ("Ray", deployment.ray_address or "a cluster of this machine, started and ended with the command"),
@@ -217,7 +218,7 @@ def plan_rows(deployment: DeploymentFile, config: ClusterConfig) -> list[tuple[s
         ("replicas", number),
         ("each", f"{config.replica_cpus:g} CPUs, {gpus}"),
         ("server in front", f"{cpus:g} CPUs"),
-        ("in all", f"{least * config.replica_cpus + cpus:g} to {most * config.replica_cpus + cpus:g} CPUs"),
+        ("in all", f"{' to '.join(in_all)} CPUs"),
         ("clients' keys", f"{len(config.api_key)}" if config.api_key else "none: all who reach it may use it"),
         ("operator's key", "one" if config.admin_key is not None else "none: no caller is an operator"),
     ]

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from specmamba.parallel.messages import Messages
-from specmamba.replicas.replica_launch import send_timeout
+from specmamba.replicas.replica_launch import SEND_TIMEOUT_S
 from specmamba.transfer.peer_link import LinkError, PeerLink
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -61,7 +61,7 @@ def accept(listener: socket.socket, key: bytes) -> SignedMessages | None:
     try:
         link = PeerLink.accept(connection, key, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         messages = SignedMessages(link)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout())
+        messages.limit_sends(SEND_TIMEOUT_S)
     except (LinkError, OSError):
         with suppress(OSError):
             connection.close()

@@ -51,7 +51,7 @@ class DraftStates:
         """
         self._device = device
         self._pool = StatePool(shape, num_rows + 1, device)
-        self._records = RecordBuffers(shape, self._pool, num_rows, max_nodes, device)
+        self._records = RecordBuffers(shape, self._pool, num_rows, max_nodes, device, folds_early=False)
         for row in range(1, num_rows + 2):
             self._pool.allocate(_owner(row))
         self._scratch = num_rows + 1  # the slot that states are materialized in
@@ -209,9 +209,9 @@ class ModelDrafter(Drafter):
             self._run_before_roots((row,))
         return self._states.values(row, position)
 
-    def finish(self, batch: Batch) -> None:
+    def begin_finish(self, rows: Sequence[int]) -> None:
         """Run decided tokens that have neither KV nor state in this model yet."""
-        self._run_before_roots(batch.rows)
+        self._run_before_roots(rows)
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         """Run the known tokens that the target has run."""

@@ -152,11 +152,19 @@ class Drafter(ABC):
         """
         return None
 
-    def finish(self, batch: Batch) -> None:  # noqa: B027
-        """Complete the cached data of rows that are about to end, from which other requests may continue.
+    def begin_finish(self, rows: Sequence[int]) -> HostPendingTokens | None:
+        """Begin to complete the cached data of rows that are about to end, from which other requests may continue.
 
-        ``root_positions`` are the ends of the newest steps' paths; tokens and sampling settings of the batch are not
-        used. ``features`` returns the same values before and after.
+        Returns:
+            The pending tokens that ``finish`` is to run; None: there is nothing left to do, and it is not called.
+        """
+        return None
+
+    def finish(self, batch: Batch) -> None:  # noqa: B027
+        """Go on after ``begin_finish``, without a number that the host must wait for.
+
+        ``root_positions`` are the ends of the newest steps' paths, ``pending_tokens`` those of ``begin_finish``; tokens
+        and sampling settings of the batch are not used. ``features`` returns the same values before and after.
         """
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:  # noqa: B027

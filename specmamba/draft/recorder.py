@@ -45,6 +45,9 @@ class RankRecorder(Drafter):
     def features(self, row: int, position: int) -> Tensor | None:
         return self.mtp.features(row, position)
 
+    def begin_finish(self, rows: Sequence[int]) -> HostPendingTokens:
+        return self.mtp.begin_finish(rows)
+
     def finish(self, batch: Batch) -> None:
         self.mtp.finish(batch)
 

@@ -19,7 +19,7 @@ from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers, TierWish
 from specmamba.cache.tiers.saving import Saving
 from specmamba.config import EngineConfig
-from specmamba.engine.request import Request
+from specmamba.engine.request import ChunkState, Request
 from specmamba.models.base import LoadedModel
 from specmamba.verify.pools import Pools
 
@@ -62,7 +62,9 @@ class CacheManager:
 
     @property
     def _max_spare(self) -> int:
-        return int(SPARE_SHARE * self.pools.states.num_slots)
+        """Their share of the slots that there are, or were at the start, where pools are elastic."""
+        num_slots, split = self.pools.states.num_slots, self.pools.split
+        return int(SPARE_SHARE * (num_slots if split is None else max(num_slots, split.num_slots_at_start)))
 
     def pages_moved(self, now: Pages) -> None:
         """Requests know pages through their rows and nodes alone."""
@@ -100,7 +102,7 @@ class CacheManager:
                 self.cache.unlock(match.node)
         if not is_acquired:
             return False
-        request.node, request.num_run = match.node, match.length
+        request.node, request.origin, request.num_run = match.node, match.node, match.length
         if match.kv_length > match.length:
             request.chunk_ends.add(match.kv_length)  # other texts branch off here: a state helps them
         if self.is_on and request.num_admissions == 0 and not request.must_read_prompt:
@@ -186,7 +188,7 @@ class CacheManager:
         Args:
             requests: a step of theirs may be in flight.
             num_positions: that each needs.
-            num_ahead: more that it gets, where as many are free.
+            num_ahead: more that it gets, where as many are free, and its output may get so many.
 
         Returns:
             False, where there is too little, or a text has no room for so many.
@@ -199,7 +201,7 @@ class CacheManager:
                 return False
             if not evicts and table.num_missing_pages(request.held_row, end) > allocator.num_free:
                 return False
-            if not self.grow(request, end, num_ahead):
+            if not self.grow(request, end, min(num_ahead, request.text.num_left)):
                 return False
         return True
 
@@ -210,15 +212,34 @@ class CacheManager:
         """
         return self.is_on and self.cache.make_room(0, 1)
 
+    @property
+    def takes_in_order(self) -> bool:
+        """Whether requests may get memory behind a step in flight: nothing moves for it, or is read by the host."""
+        return self.pools.split is None and self.tiers is None
+
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
         """Cache a copy of a request's state at the end of its newest chunk."""
+        if (state := self.copy_chunk(request, features)) is not None:
+            self.insert_chunk(request, state)
+
+    def copy_chunk(self, request: Request, features: Tensor | None) -> ChunkState | None:
+        """Do ``leave_chunk`` up to the copy, for ``insert_chunk`` or ``drop_chunk``; None: there is no slot for it."""
         position, states = request.num_run, self.pools.states
         is_spare = position in request.spare_ends - request.chunk_ends and request.num_to_extend > 0
 
         def write(slot: int) -> None:  # making room for the copy may have moved the original
             states.fork(request.held_slot, request.request_id, position, slot)
 
-        self._leave_copy(request, position, features, write, is_spare)
+        slot = self._copy(features, write)
+        return None if slot is None else ChunkState(slot, position, is_spare)
+
+    def insert_chunk(self, request: Request, state: ChunkState) -> None:
+        """Cache a copy of the state at the end of a chunk, and the text up to it."""
+        self._insert(request, state.position, state.slot, state.is_spare)
+
+    def drop_chunk(self, state: ChunkState) -> None:
+        """Free such a copy."""
+        self.pools.states.free(state.slot, PREFIX_CACHE)
 
     def tracked_positions(self, request: Request, previous: int) -> list[int]:
         """Return the positions of the last step at which ``track_interval`` asks for a state.
@@ -248,7 +269,9 @@ class CacheManager:
     def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:
         """Materialize the state at a position that the last step has passed, and cache it."""
         row, buffers = request.held_row, self.pools.state_buffers
-        self._leave_copy(request, position, features, lambda slot: buffers.materialize(row, position, slot))
+        slot = self._copy(features, lambda slot: buffers.materialize(row, position, slot))
+        if slot is not None:
+            self._insert(request, position, slot)
 
     def leaving(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests whose last state the prefix cache lacks, for when they end or are preempted."""
@@ -272,10 +295,12 @@ class CacheManager:
             self.pools.state_buffers.end(request.row)
             self.pools.counts.end(request.row)
         self._give_back(request)
-        request.is_verifying = False
+        request.is_verifying, request.unread_runs = False, []
         if request.node is not None:
+            assert request.origin is not None
+            self.cache.touch_branches(request.node, request.origin)
             self.cache.unlock(request.node)
-            request.node = None
+            request.node = request.origin = None
 
     def start_saving(self) -> Saving | None:
         """Return what writes all cached prefixes to the folder on disk; None: there is no folder."""
@@ -377,25 +402,18 @@ class CacheManager:
             self.pools.states.free(request.slot, request.request_id)
             self._set_slot(request, None)
 
-    def _leave_copy(
-        self,
-        request: Request,
-        position: int,
-        features: Tensor | None,
-        write: Callable[[int], None],
-        is_spare: bool = False,
-    ) -> None:
-        """Cache the state at a position, which ``write`` puts into a slot; without a free slot, do nothing."""
+    def _copy(self, features: Tensor | None, write: Callable[[int], None]) -> int | None:
+        """A slot of the prefix cache with a state, which ``write`` puts into it; None: there is none."""
         slot = self._reserve()
         if slot is None:
-            return
+            return None
         try:
             write(slot)
             self._save_features(slot, features)
         except BaseException:
             self.pools.states.free(slot, PREFIX_CACHE)
             raise
-        self._insert(request, position, slot, is_spare)
+        return slot
 
     def _insert(self, request: Request, end: int, slot: int, is_spare: bool = False) -> None:
         """Insert tokens up to ``end``, and the state there, into the cache, and lock the new node for the request."""

@@ -16,6 +16,7 @@ from specmamba.cache.memory.demand import Demand, largest_fitting
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.engine.captured.step_memory import graph_token_bytes
 from specmamba.engine.loading import load_models, require_target, resolve_device
 from specmamba.errors import ConfigError
 from specmamba.models.base import Models
@@ -92,12 +93,13 @@ def _plan_ranks(
         with torch.inference_mode():
             models = load_models(folder, config, device, only_shapes=True)
         drafts = plan_drafts(config, models.draft_kind, models.target.target.vocab_size, models.block_size)
-        plan = _plan_memory(config, models, drafts, budget)
+        of_token = graph_token_bytes(config, models, device)
+        plan = _plan_memory(config, models, drafts, budget, of_token)
     except ConfigError as error:
         if size == 1 and "weights and the smallest pools need" not in str(error):  # so it is with any number of ranks
             raise
         return NoPlan(size, str(error))
-    demand = _demand(config, models, drafts)
+    demand = _demand(config, models, drafts, of_token)
     return RankPlan(
         tp_size=size,
         weights=plan.weight_bytes,
@@ -132,13 +134,17 @@ def requests_at_once(demand: Demand, budget_bytes: int, num_tokens: int) -> int 
     return largest_fitting(range(1, most + 1), fits) or 0
 
 
-def _plan_memory(config: EngineConfig, models: Models, drafts: DraftPlan, budget: int) -> MemoryPlan:
-    model = models.target
+def _plan_memory(
+    config: EngineConfig, models: Models, drafts: DraftPlan, budget: int, graph_token_bytes: int
+) -> MemoryPlan:
+    model, weights = models.target, models.weight_bytes
     sizes = model.cache_shape, model.context_length, model.target.vocab_size
-    return plan_memory(config, *sizes, drafts.max_nodes, drafts.num_lookahead_slots, budget, models.weight_bytes)
+    bounds = drafts.max_nodes, drafts.num_lookahead_slots
+    return plan_memory(config, *sizes, *bounds, budget, weights, graph_token_bytes=graph_token_bytes)
 
 
-def _demand(config: EngineConfig, models: Models, drafts: DraftPlan) -> Demand:
-    model = models.target
+def _demand(config: EngineConfig, models: Models, drafts: DraftPlan, graph_token_bytes: int) -> Demand:
+    model, weights = models.target, models.weight_bytes
     sizes = model.cache_shape, model.context_length, model.target.vocab_size
-    return Demand(config, *sizes, drafts.max_nodes, drafts.num_lookahead_slots, models.weight_bytes)
+    bounds = drafts.max_nodes, drafts.num_lookahead_slots
+    return Demand(config, *sizes, *bounds, weights, graph_token_bytes=graph_token_bytes)

@@ -158,6 +158,7 @@ class CommandQueue:
         # Garbage collection may close a stream, and so put a command, while this thread holds the lock.
         self._lock = threading.RLock()
         self._is_open = True
+        self.on_put: Callable[[], None] = lambda: None  # called behind each function that is put
 
     @property
     def is_open(self) -> bool:
@@ -172,6 +173,7 @@ class CommandQueue:
             self._unanswered.add(future)
             self._queue.put(_Command(function, future, must_succeed))
         future.add_done_callback(self._unanswered.discard)
+        self.on_put()
         return future
 
     def run(self, engine: Engine, wait: bool, timeout_s: float | None = None) -> None:
@@ -180,7 +182,7 @@ class CommandQueue:
         Raises exceptions that must end the engine.
         """
         with suppress(Empty):
-            while True:
+            while wait or not self._queue.empty():  # between two steps it mostly is, and an exception takes longer
                 command = self._queue.get(wait, timeout_s if wait else None)
                 wait = False
                 if command.future.set_running_or_notify_cancel():

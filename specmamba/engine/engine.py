@@ -22,6 +22,7 @@ from specmamba.cache.tiers.tier_setup import build_tiers, new_transfer, require_
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, DraftView, Handoff, OutputDelta, Owner
+from specmamba.cuda_graphs import HostRead
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
@@ -29,8 +30,9 @@ from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.rank_sizers import build_sizer
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
-from specmamba.engine.captured.step_chain import StepChain
-from specmamba.engine.captured.step_in_flight import StepInFlight
+from specmamba.engine.captured.step_chain import Arrivals, StepChain
+from specmamba.engine.captured.step_in_flight import ExtendInFlight, StepInFlight
+from specmamba.engine.captured.step_memory import graph_token_bytes
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text
@@ -47,7 +49,7 @@ from specmamba.engine.loading import (
 )
 from specmamba.engine.model_report import describe_engine
 from specmamba.engine.replica_control import ReplicaControl
-from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
+from specmamba.engine.request import ChunkState, PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
 from specmamba.engine.telling.acceptance_watch import AcceptanceWatch
@@ -119,6 +121,7 @@ class Engine:
                 budget,
                 weight_bytes,
                 elastic_chunk=elastic_chunk(config, self.model.cache_shape, self.device),
+                graph_token_bytes=graph_token_bytes(config, self.models, self.device),
             )
             self.ranks.agree("the memory that they plan", repr(self.memory_plan))
         # outside of inference mode: an abort, which runs outside of a step, writes these tensors
@@ -138,6 +141,8 @@ class Engine:
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._in_flight: StepInFlight | None = None  # launched, and not read yet
         self._chain = StepChain(self.runner, self.scheduler)
+        self._unread: ExtendInFlight | None = None  # known tokens that run in front of a verify that is to be launched
+        self._dropped: HostRead | None = None  # of the newest step that was not read, as nothing of it was wanted
         self._finished = 0.0  # time at which the newest step was read
         self._untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
         self._error: Exception | None = None  # of a launch behind such a step: nothing goes on
@@ -152,6 +157,8 @@ class Engine:
         with torch.inference_mode():
             graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
+        if self.runner.graph_runner is not None:
+            self.runner.graph_runner.replay.serve()
         # last, so that nothing of what was measured is written
         self.cache_manager.tiers = tiers = build_tiers(
             config,
@@ -372,7 +379,6 @@ class Engine:
                 request.follower.close()
             if self.handoffs is not None:
                 self.handoffs.was_dropped(request)
-            self._settle_last()
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
@@ -388,11 +394,10 @@ class Engine:
         """
         if self._error is not None:
             raise self._error
-        if self._launch_behind():
-            deltas = self._tell(self._receive())
-            self._settle_last()
-            return deltas
-        deltas, self._untold = self._untold, []
+        arrived: list[OutputDelta] = []
+        if self._launch_behind(arrived):
+            return arrived + self._tell(self._receive())
+        deltas, self._untold = self._untold + arrived, []
         news, is_read_here = self._receive(), False
         if is_behind := bool(deltas or news):
             self._observe_rest(news)
@@ -420,6 +425,7 @@ class Engine:
         Returns:
             Whether a verify was launched that is to be read at once.
         """
+        deltas += self._read_extend()
         self._make_room()  # before new requests take memory that running ones need
         deltas += [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
         deltas += self._admit()
@@ -447,15 +453,73 @@ class Engine:
         self._told_errors(batch)
         return deltas
 
-    def _launch_behind(self) -> bool:
-        """Launch a verify behind the one in flight, before that is read; False: that must be read first."""
+    def _launch_behind(self, deltas: list[OutputDelta]) -> bool:
+        """Launch a verify behind the one in flight, before that is read; False: that must be read first.
+
+        ``deltas`` gets the last deltas of requests that end here.
+        """
         if self._in_flight is None or self.handoffs is not None:
             return False
         try:
-            return self._chain.launch_behind(self._in_flight)
+            is_behind = self._chain.launch_behind(self._in_flight, lambda: self._arrive(deltas))
         except Exception as error:  # noqa: BLE001 -- raised by the next call, behind what is known then
             self._error = error
             return True
+        if is_behind:
+            self._unread = None  # it is read with that verify
+        return is_behind
+
+    def _arrive(self, deltas: list[OutputDelta]) -> Arrivals | None:
+        """Admit requests and run a chunk behind the verify in flight, all of which the device does in order.
+
+        Args:
+            deltas: gets the last deltas of requests that end here.
+
+        Returns:
+            None, where a request is to be preempted first.
+        """
+        before = frozenset(self.scheduler.verifying)
+        deltas += [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
+        deltas += self._admit()
+        if self.scheduler.must_yield() is not None:
+            return None
+        if runs := self.scheduler.next_runs():
+            is_finite, ready = self.runner.extend(runs), self.scheduler.finish_runs(runs)
+            for run in runs:
+                run.request.unread_runs.append(run)
+            self._unread = ExtendInFlight(runs, is_finite, [self._copy_chunk(run.request) for run in runs])
+            deltas += self._start(ready)
+        return Arrivals([r for r in self.scheduler.verifying if r not in before], self._unread)
+
+    def _read_extend(self) -> list[OutputDelta]:
+        """Read what ``_arrive`` has run without a verify behind it; returns the last deltas of requests that fail."""
+        extend, self._unread = self._unread, None
+        if extend is None:
+            return []
+        return [self._fail(request) for request in self._note_runs(extend, extend.is_finite.tolist())]
+
+    def _copy_chunk(self, request: Request) -> ChunkState | None:
+        """A copy of the state at the end of the newest chunk of a request; None: there is no slot for it."""
+        if not self.cache_manager.make_slot():
+            return None
+        return self.cache_manager.copy_chunk(request, self._features(request, request.num_run))
+
+    def _note_runs(self, extend: ExtendInFlight, is_finite: Sequence[bool]) -> list[Request]:
+        """Leave states in the prefix cache where known tokens were run; returns the requests that cannot go on."""
+        failed = []
+        for run, state, finite in zip(extend.runs, extend.states, is_finite, strict=True):
+            request = run.request
+            is_here = self._requests.get(request.request_id) is request  # it may have ended since
+            if is_here:
+                request.unread_runs.remove(run)
+            if state is not None and is_here and finite:
+                self.cache_manager.insert_chunk(request, state)
+            elif state is not None:
+                self.cache_manager.drop_chunk(state)
+            if is_here and not finite:
+                failed.append(request)
+        self.scheduler.note_prefixes()
+        return failed
 
     def _receive(self) -> list[News]:
         """Wait for the oldest step in flight, if there is one, and do what the next one needs; returns the news.
@@ -466,33 +530,56 @@ class Engine:
         if step is None:
             return []
         gone, out = self._chain.gone, self._chain.gone.union(self._chain.ended)
-        if len(gone) == len(step.requests):
-            step.read.wait()
-            self._chain.take()
-            return []
         results = self.runner.finish(step, gone, self._chain.ended)
         self._finished = time.perf_counter()
         behind, ended = self._chain.take()
         self._free(ended)
+        failed = [] if step.extend is None else self._note_runs(step.extend, step.read.wait()[-1])
         going_on = [(r, result) for r, result in zip(step.requests, results, strict=True) if r not in out]
         if behind is not None:
             self._chain.gone = frozenset(r for r, result in going_on if r.text.ends_on_device(result.tokens))
-        news = [self._advance(request, result) for request, result in going_on]
+        news = [self._failure(r) if r in failed else self._advance(r, result) for r, result in going_on]
         if self.pools.counts.is_used:
             told = [each for each in news if isinstance(each, StepNews)]
             self.pools.counts.add([each.request.held_row for each in told], [each.tokens for each in told])
         leaving = {
             r: isinstance(each, StepNews) for (r, _), each in zip(going_on, news, strict=True) if has_ended(each)
         }
-        if leaving:
-            self._end({r: leaves for r, leaves in leaving.items() if behind is None or r in self._chain.gone})
-        if behind is not None:
-            for request in leaving.keys() - self._chain.gone:
-                self._requests.pop(request.request_id)
-                self._chain.hold(request, leaving[request])
-            self.runner.expect(behind, self._chain.gone)
-            self._in_flight = behind
+        for request in failed:
+            if request not in leaving:  # it still extends, or joins the step behind
+                leaving[request] = False
+                news.append(self._failure(request))
+        self._part_with(leaving, behind)
         return news
+
+    def _part_with(self, leaving: Mapping[Request, bool], behind: StepInFlight | None) -> None:
+        """End requests, and go on with the step behind, if there is one: those that it has rows of are held until then.
+
+        ``leaving``: whether each leaves what it has computed in the prefix cache.
+        """
+        live = frozenset[Request]() if behind is None else frozenset(behind.requests) - self._chain.gone
+        held = [request for request in leaving if request in live]
+        if leaving:
+            self._end({r: leaves for r, leaves in leaving.items() if r not in held})
+        if behind is None:
+            return
+        for request in held:
+            self._requests.pop(request.request_id)
+            self._chain.hold(request, leaving[request])
+        self.runner.expect(behind, self._chain.gone)
+        if self._chain.is_wanted(behind):
+            self._in_flight = behind
+        else:
+            self._drop(behind)
+
+    def _drop(self, step: StepInFlight) -> None:
+        """Leave a step in flight to the device, and free what the last of its requests hold: all have ended before it.
+
+        It is not read. What uses their memory next is done behind it.
+        """
+        self._dropped, ended = step.read, self._chain.take_ended()
+        self.runner.forgo(ended)
+        self._free(ended)
 
     def _free(self, ended: Mapping[Request, bool]) -> None:
         """Free what requests hold that ended one step ago; a state that the step in between has folded away is lost."""
@@ -522,11 +609,6 @@ class Engine:
         if self._in_flight is not None:
             with torch.inference_mode():
                 self._untold += self._tell(self._receive())
-
-    def _settle_last(self) -> None:
-        """Read the step in flight, if all requests have ended that it is of: no call may come that reads it."""
-        if self._chain.ended and not self.scheduler.has_work:
-            self.settle()
 
     def _settle_for(self, request_id: str) -> None:
         """Read the step in flight, if a request is part of it."""
@@ -569,7 +651,7 @@ class Engine:
 
     def _extend(self, runs: list[PrefillRun]) -> list[OutputDelta]:
         """Run known tokens; returns the last deltas of requests that fail in it."""
-        is_finite = self.runner.extend(runs)
+        is_finite: list[bool] = self.runner.extend(runs).tolist()
         ready = self.scheduler.finish_runs(runs)
         for run, finite in zip(runs, is_finite, strict=True):
             if finite and self.cache_manager.make_slot():
@@ -593,7 +675,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or bool(self._untold)
+        return self.scheduler.has_work or bool(self._untold) or self._in_flight is not None
 
     @property
     def has_room(self) -> bool:
@@ -697,6 +779,9 @@ class Engine:
     def when_due(self, callback: Callable[[], None]) -> None:
         """Call a function, from another thread, when ``idle`` is to be called earlier than it has said."""
 
+    def wake(self) -> None:
+        """End early, from any thread, a wait of ``step`` for other processes: a function waits for the step's end."""
+
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
         """Call a function when a process is lost without which nothing can be computed; this engine needs none."""
 
@@ -704,9 +789,14 @@ class Engine:
         """Drop all requests, and restore the number of threads that was set before this engine."""
         step, self._in_flight, self._untold = self._in_flight, None, []
         behind, ended = self._chain.take()
+        for extend in (self._unread, *(launched.extend for launched in (step, behind) if launched is not None)):
+            for state in () if extend is None else filter(None, extend.states):
+                self.cache_manager.drop_chunk(state)
+        self._unread = None
         with suppress(Exception):  # of a device that has failed: all else is closed nevertheless
-            for launched in filter(None, (step, behind)):
-                launched.read.wait()  # the memory of its requests is freed
+            reads = [launched.read for launched in (step, behind) if launched is not None]
+            for read in filter(None, (self._dropped, *reads)):
+                read.wait()  # the memory of its requests is freed
         for request in ended:
             self.runner.dismiss(request)
             self.scheduler.release(request)

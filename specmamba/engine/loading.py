@@ -14,7 +14,12 @@ from pathlib import Path
 
 import torch
 
-from specmamba.checkpoints.checkpoint import digest_of_checkpoint, read_architecture, resolve_checkpoint
+from specmamba.checkpoints.checkpoint import (
+    digest_of_checkpoint,
+    read_architecture,
+    require_supported,
+    resolve_checkpoint,
+)
 from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
@@ -74,13 +79,19 @@ def load_tokenizer(folder: Path, is_skipped: bool = False) -> Tokenizer:
 
 
 def require_target(folder: Path) -> None:
-    """Raise UnsupportedModelError if ``folder`` holds a draft head, CheckpointError if it names no architecture."""
+    """Check that ``folder`` holds a model of a known family, before its tokenizer is loaded.
+
+    Raises:
+        UnsupportedModelError: it holds a draft head, or a model of another architecture.
+        CheckpointError: it names no architecture.
+    """
     architecture = read_architecture(folder)
     if architecture not in ARCHITECTURES and is_draft_head(folder):
         raise UnsupportedModelError(
             f"--model {folder}: {architecture} is a draft head and no model: give it as {DRAFT_FLAG}, beside the "
             "--model that it was trained for"
         )
+    require_supported(folder, architecture, tuple(ARCHITECTURES))
 
 
 def load_models(

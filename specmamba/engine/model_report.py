@@ -20,16 +20,16 @@ from specmamba.checkpoints.files import read_json
 from specmamba.checkpoints.quantized.stored_report import StoredMatrices
 from specmamba.config import TEXT_ALGORITHMS, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.engine.captured.step_memory import graph_token_bytes, parts_below, products_below
 from specmamba.engine.loading import load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels import gpu
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
-from specmamba.layers.latent_attention import HeadProducts, LatentAttention
+from specmamba.layers.latent_attention import LatentAttention
 from specmamba.layers.mamba1 import Mamba1
 from specmamba.layers.mamba2 import Mamba2
-from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import BlockHead, DraftKind, LoadedModel, Models
 from specmamba.models.dflash import BlockAttention
@@ -115,7 +115,7 @@ def _bytes(alone: LoadedModel, models: Models, plan: DraftPlan) -> dict[str, int
     shape, both = alone.cache_shape, models.target.cache_shape
     return {
         "weights": alone.weight_bytes,
-        "weights_per_step": sum(_read_bytes(alone.target, set())),
+        "weights_per_step": _read_bytes(alone.target),
         "state_per_slot": shape.state_bytes_per_slot,
         "record_per_token": shape.record_bytes_per_token,
         "snapshot_per_node": shape.snapshot_bytes(1),
@@ -134,7 +134,8 @@ def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch
     sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_lookahead_slots
     try:
         chunk = elastic_chunk(config, model.cache_shape, device)
-        memory = plan_memory(config, *sizes, budget, models.weight_bytes, chunk)
+        of_token = graph_token_bytes(config, models, device)
+        memory = plan_memory(config, *sizes, budget, models.weight_bytes, chunk, of_token)
     except ConfigError as error:
         return {"free_bytes": free, "problem": str(error)}
     return {"free_bytes": free, **describe_memory(memory), "table": memory.describe_lines()}
@@ -224,31 +225,14 @@ def _walk(part: object, seen: set[int]) -> Iterator[object]:
     if type(part) in KINDS:
         yield part
         return
-    for below in _below(part):
+    for below in parts_below(part):
         yield from _walk(below, seen)
 
 
-def _below(part: object) -> Iterator[object]:
-    """What a part of a model consists of."""
-    if isinstance(part, list | tuple):
-        yield from part
-    elif type(part).__module__.startswith("specmamba."):
-        yield from getattr(part, "__dict__", {}).values()
-        yield from (getattr(part, name) for name in getattr(type(part), "__slots__", ()))
-
-
-def _read_bytes(part: object, seen: set[int]) -> Iterator[int]:
+def _read_bytes(part: object) -> int:
     """Bytes of the matrices that a decode step of one request reads."""
-    if id(part) in seen:
-        return
-    seen.add(id(part))
-    if isinstance(part, Linear | HeadProducts):
-        yield part.nbytes
-        return
-    if isinstance(part, MoE):
-        yield part.expert_bytes_per_token
-    for below in _below(part):
-        yield from _read_bytes(below, seen)
+    found = products_below(part, set())
+    return sum(x.expert_bytes_per_token if isinstance(x, MoE) else x.nbytes for x in found)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -352,6 +336,7 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
         "speculation_bytes_per_request": plan.spec_bytes_per_request,
         "draft_state_bytes": plan.draft_bytes,
         "captured_step_bytes": plan.graph_bytes,
+        "graph_pool_bytes": plan.graph_pool_bytes,
         "weight_bytes": plan.weight_bytes,
         "total_bytes": plan.total_bytes,
         "elastic_pools": None if plan.elastic is None else _describe_split(plan, plan.elastic),

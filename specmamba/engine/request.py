@@ -164,10 +164,12 @@ class Request:
     row: int | None = None
     slot: int | None = None
     node: Node | None = None  # its path in the prefix cache, locked
+    origin: Node | None = None  # on this path: where it has gone on from, a root or a node with a state
     num_admissions: int = 0
     num_overtakes: int = 0  # younger requests that were admitted before it
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared at the first admission
     num_run: int = 0  # tokens that the target has run; the state is at this position
+    unread_runs: list[PrefillRun] = field(default_factory=list)  # whether they were finite was not read yet
     is_verifying: bool = False  # its state is a checkpoint with pending records
     chunk_ends: set[int] = field(
         default_factory=set
@@ -198,6 +200,16 @@ class Request:
         return self.params.max_tokens == 0
 
     @property
+    def may_join(self) -> bool:
+        """Whether the host has no part in its steps: they may be launched before the one in front of them was read.
+
+        Nor in the run of its known tokens, but to see whether all was finite.
+        """
+        params, is_led = self.params, self.follower is not None or self.predicted is not None
+        is_led = is_led or bool(self.forced_output_ids) or params.has_penalties or params.max_depth is not None
+        return not (is_led or self.is_only_run or params.prompt_logprobs is not None or bool(params.logit_bias))
+
+    @property
     def grammar_error(self) -> GrammarError | None:
         """Why the request cannot go on within its grammar; None: it can."""
         return self.told_error if self.follower is None else self.follower.error
@@ -215,6 +227,11 @@ class Request:
     @property
     def root_token(self) -> int:
         return self.output[-1] if self.output else self.prompt[-1]
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens that were run, and of which it is known that all was finite."""
+        return self.unread_runs[0].start if self.unread_runs else self.num_run
 
     @property
     def num_to_extend(self) -> int:
@@ -321,3 +338,12 @@ class PrefillRun:
     request: Request
     start: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """A copy of the state at the end of a run, on its way to the prefix cache."""
+
+    slot: int
+    position: int
+    is_spare: bool  # as ``Request.spare_ends``

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.access import ExtendState, PagedKV, prefill_chunk
+from specmamba.cache.pair_writes import PairWrites
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.cuda_graphs import DirectRead, HostRead
@@ -23,8 +24,10 @@ from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured.captured_steps import capture_steps
+from specmamba.engine.captured.ending_rows import EndingRows
 from specmamba.engine.captured.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
-from specmamba.engine.captured.step_in_flight import StepInFlight
+from specmamba.engine.captured.step_in_flight import ExtendInFlight, StepInFlight
+from specmamba.engine.captured.step_inputs import NEW
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.draft_sizing import Ints
@@ -63,10 +66,12 @@ class Runner:
         self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of each view in every step
         self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints
-        self._nobody = NoDrafter()  # in steps that the drafter skips
+        self.idle_drafter = NoDrafter()  # in steps that the drafter skips
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self._restricted: tuple[tuple[tuple[int, ...], bool], bool] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
+        self.ending_rows = EndingRows(pools.table.num_rows, device)
+        self._chunk_writes, self._slot_writes = PairWrites(device), PairWrites(device)
         self._is_in_parts = False  # the step is not replayed as a whole, and its time says nothing about others
         self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
         self._sized: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[Ints, Ints, Ints]] | None = None
@@ -96,20 +101,24 @@ class Runner:
 
     def complete(self, requests: Sequence[Request]) -> None:
         """Complete the drafter's KV and features of verifying requests, before the prefix cache takes them over."""
-        if requests:
-            requests = sorted(requests, key=lambda request: request.held_row)
+        rows = sorted([request.held_row for request in requests])
+        if rows and (pending_tokens := self.drafter.begin_finish(rows)) is not None:
             # a text may end inside the accepted path, but the rows' states are at the end of the path
-            positions = [self.pools.state_buffers.position(request.held_row) for request in requests]
-            self.drafter.finish(self._batch(requests, positions))
+            positions = [self.pools.state_buffers.position(row) for row in rows]
+            self.drafter.finish(self.ending_rows.batch(rows, positions, pending_tokens))
 
-    def extend(self, runs: Sequence[PrefillRun]) -> list[bool]:
+    def extend(self, runs: Sequence[PrefillRun]) -> Tensor:
         """Run known tokens: they fill KV and advance states, and nothing is sampled.
 
+        It waits for the device only where prompt logprobs are requested.
+
         Returns:
-            For every run whether its hidden states are finite, and its logits where prompt logprobs are requested.
+            [B] bool, for every run whether its hidden states are finite, and its logits where prompt logprobs are
+            requested; on the device.
         """
         chunk, states = self._chunk(runs), self.pools.states
-        slots = RowSet.of([run.request.held_slot for run in runs], self._device)
+        held = [run.request.held_slot for run in runs]
+        slots = RowSet.of(held, self._device, self._slot_writes.send_columns([held])[0])
         for run in runs:
             states.check(run.request.held_slot, run.request.request_id, run.start)
             states.begin_write(run.request.held_slot, run.request.request_id)
@@ -123,8 +132,8 @@ class Runner:
         has_logits = [self._read_prompt(run, hidden[place]) for place, run in enumerate(runs)]
         for run in runs:
             states.end_write(run.request.held_slot, run.start + run.length)
-        is_finite: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
-        return [finite and has for finite, has in zip(is_finite, has_logits, strict=True)]
+        is_finite = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1)
+        return is_finite if all(has_logits) else is_finite & torch.tensor(has_logits, device=self._device)
 
     def overlaps(self, requests: Sequence[Request]) -> bool:
         """Whether ``launch`` may return before the device has done a step of these requests.
@@ -147,12 +156,20 @@ class Runner:
         """Whether steps may be read after the host has gone on."""
         return self.graph_runner is not None and self.graph_runner.replay.is_deferred
 
-    def launch_behind(self, step: StepInFlight, places: Sequence[int]) -> StepInFlight | None:
+    def launch_behind(
+        self,
+        step: StepInFlight,
+        places: Sequence[int],
+        joining: Sequence[Request] = (),
+        extend: ExtendInFlight | None = None,
+    ) -> StepInFlight | None:
         """Launch the next step of some requests of a step that was not read yet; ``finish`` is to be told of it.
 
         Args:
             step: the newest one.
             places: of the requests in it, ascending; they have KV for what both steps may add.
+            joining: requests that take part in the next step for the first time; each ``may_join``.
+            extend: was launched in front of it, and is read with it.
 
         Returns:
             None, where the step needs the host, or was not captured yet: nothing was launched.
@@ -160,20 +177,22 @@ class Runner:
         graphs, drafter = self.graph_runner, self.drafter
         if graphs is None or not step.leads or not graphs.leads or self.sizer is not None or self._is_looked_at:
             return None
-        requests = [step.requests[place] for place in places]
-        if len(requests) < len(step.requests) and any(request.params.logit_bias for request in step.requests):
+        members = [*((step.requests[place], place) for place in places), *((request, NEW) for request in joining)]
+        members.sort(key=lambda member: member[0].held_row)
+        requests, places = [request for request, _ in members], [place for _, place in members]
+        if requests != list(step.requests) and any(request.params.logit_bias for request in step.requests):
             return None  # they are written by the host, and number the rows
-        bucket = graphs.bucket(len(requests)) or len(requests)
-        num_nodes = drafter.num_nodes(bucket)
-        if num_nodes != step.num_nodes:
+        bucket = graphs.bucket(len(requests))
+        if bucket is None or drafter.num_nodes(bucket) != step.num_nodes:
             return None  # that step has decided for trees of its own size which rows fold
         began, rows = time.perf_counter(), tuple([request.held_row for request in requests])
         pending_tokens = HostPendingTokens((1,) * len(rows), False) if drafter.has_pending_tokens else None
         output = graphs.follow(self._call(requests, pending_tokens, drafter), places)
         if output is None:
             return None
-        read = graphs.replay.read(output.columns)
-        return StepInFlight(requests, rows, output, read, False, False, True, began, num_nodes, True, bucket)
+        columns = output.columns if extend is None else (*output.columns, extend.is_finite)
+        read, num_nodes = graphs.replay.read(columns), step.num_nodes
+        return StepInFlight(requests, rows, output, read, False, False, True, began, num_nodes, True, bucket, extend)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -202,7 +221,7 @@ class Runner:
         if sizer is not None:
             size = sizer.again(rows) or self._plan(sizer, requests, rows)
         skips = size is not None and size.depth == 0 and self.drafter.can_skip
-        drafter = self._nobody if skips else self.drafter
+        drafter = self.idle_drafter if skips else self.drafter
         chains = self._predicted(requests)
         output, leads = self._run_captured(requests, rows, size, drafter, chains), False
         if output is None:
@@ -227,6 +246,12 @@ class Runner:
             self.pools.state_buffers.place(rows, step.num_nodes, is_captured=True)
             self.drafter.prepare(rows, step.bucket)
 
+    def forgo(self, ended: Collection[Request]) -> None:
+        """Count a step that is not read: ``ended`` are its requests that were no padding in it, as for ``finish``."""
+        if rows := [request.held_row for request in ended]:
+            self.pools.advance([-1] * len(rows))
+            self.drafter.advance(rows, [()] * len(rows))
+
     def finish(
         self, step: StepInFlight, gone: Collection[Request] = (), ended: Collection[Request] = ()
     ) -> list[StepResult]:
@@ -239,7 +264,7 @@ class Runner:
         """
         requests, rows, output, sizer = step.requests, step.rows, step.output, self.sizer
         listed = () if output.logprobs is None else [request.params.logprobs for request in requests]
-        results = output.results(step.read.wait(), listed)
+        results = output.results(step.read.wait()[: len(output.columns)], listed)
         decided = [result.tokens for result in results]
         num_accepted = [len(tokens) - 1 for tokens in decided]
         if gone or ended:
@@ -523,7 +548,7 @@ class Runner:
     def _chunk(self, runs: Sequence[PrefillRun]) -> PrefillChunk:
         known = [run.request.known_tokens(run.start, run.start + run.length) for run in runs]
         rows, starts = [run.request.held_row for run in runs], [run.start for run in runs]
-        return prefill_chunk(rows, starts, known, self._device)
+        return prefill_chunk(rows, starts, known, self._device, self._chunk_writes)
 
 
 def _first_of_views(requests: Sequence[Request], views: Sequence[View]) -> list[int]:

@@ -33,7 +33,9 @@ from specmamba.errors import QueueFullError
 from specmamba.transfer.handoff_stats import HandoffStats
 from specmamba.verify.pools import Pools
 
-HEADROOM = 32  # KV tokens that admission leaves to every running request: fewer preemptions, each of which costs more
+# KV tokens that admission leaves to every running request, and to one that joins others, at most as many as its output
+# may still get: fewer preemptions, each of which costs more
+HEADROOM = 64
 GROWTH = 16  # KV tokens that a running request gets ahead while there are free ones: less bookkeeping
 MAX_ORDERED = 128  # requests whose prefixes are looked up in every step; the others follow in order of arrival
 MIN_SHARED = 16  # a request waits for another's prefix if that saves at least so many tokens,
@@ -114,7 +116,7 @@ class Scheduler:
         self.verifying: list[Request] = []
         self.num_preemptions = 0
         self._turns = PrefillTurns()
-        self._num_changes = 0  # of the queue, and times that memory became free
+        self._num_changes = 0  # of the queue, and times that memory became free or a prefix became known
         self._stuck_since: int | None = None  # number of changes when nothing more could be admitted
 
     def add(self, request: Request) -> None:
@@ -158,8 +160,10 @@ class Scheduler:
         self._stuck_since = self._num_changes
         if not self.waiting or not self._cache.num_admissible:
             return admitted
+        unread = [request for request in self.verifying if request.unread_runs]
         for request in self._in_order():
-            if is_computed_by_another(request, self.extending, self._cache) or self._cache.is_loading(request):
+            ahead = [*self.extending, *unread]
+            if is_computed_by_another(request, ahead, self._cache) or self._cache.is_loading(request):
                 continue
             if not self._acquire(request):
                 if self._may_be_passed(request):
@@ -197,6 +201,10 @@ class Scheduler:
                 ready.append(run.request)
         return ready
 
+    def note_prefixes(self) -> None:
+        """Note that prefixes were cached, or that it is known that they will not be: requests may wait for them."""
+        self._num_changes += 1
+
     def make_room(self) -> Request | None:
         """Give every verifying request KV for its next tree, the oldest first.
 
@@ -212,14 +220,19 @@ class Scheduler:
                 return next_preempted((*self.extending, *self.verifying))
         return None
 
-    def is_settled(self, requests: Sequence[Request]) -> bool:
-        """Whether the next step is one of these verifying requests: no other runs, or can be admitted now."""
-        if self.extending or len(self.verifying) != len(requests):
+    def is_settled(self) -> bool:
+        """Whether the next step is one of the verifying requests: no other runs, or can be admitted now."""
+        if self.extending:
             return False
         if not self.waiting:
             return True
         may_load = self._cache.tiers is not None
         return self._stuck_since == self._num_changes and not may_load and self.must_yield() is None
+
+    @property
+    def may_join(self) -> bool:
+        """Whether all that come and extend may do it behind a step in flight."""
+        return self._cache.takes_in_order and all(r.may_join for r in (*self.extending, *self.waiting))
 
     def grow_ahead(self, num_nodes: int) -> bool:
         """Give every verifying request KV for its next two trees; the first has so many nodes, and may be in flight.
@@ -309,13 +322,17 @@ class Scheduler:
     def _acquire(self, request: Request) -> bool:
         positions = request.num_tokens + self._limits.num_lookahead_slots
         use_cache = not request.must_compute and not request.must_read_prompt
-        if self._cache.acquire(request, positions, HEADROOM * self.num_running, use_cache):
+        running = (*self.extending, *self.verifying)
+        growing = (*running, request) if running else ()  # alone it may have everything, and gives way to none
+        headroom = sum([min(HEADROOM, each.text.num_left) for each in growing])
+        if self._cache.acquire(request, positions, headroom, use_cache):
             return True
         # a request fits alone, but perhaps not beside its cached prefix: then everything cached may be evicted
         return not self.num_running and self._cache.acquire(request, positions, 0, use_cache=False)
 
     def _grow(self, request: Request) -> bool:
-        return self._cache.grow(request, request.root_position + self._limits.num_lookahead_slots, GROWTH)
+        ahead = min(GROWTH, request.text.num_left)  # what it will not use is the headroom of others
+        return self._cache.grow(request, request.root_position + self._limits.num_lookahead_slots, ahead)
 
     def _may_be_passed(self, request: Request) -> bool:
         """Whether others go before a request that needs more than an even share of the KV for each client."""
@@ -344,32 +361,36 @@ def longest_prefix_first(
     return first + ordered + others[MAX_ORDERED:]
 
 
-def is_computed_by_another(request: Request, extending: Sequence[Request], cache: CacheManager) -> bool:
-    """Whether a request should wait because another one, in prefill now, will store a state at their common prefix."""
-    if request.leader is None or not _is_ahead(*request.leader, extending):
-        request.leader = _find_leader(request, extending, cache)
+def is_computed_by_another(request: Request, ahead: Sequence[Request], cache: CacheManager) -> bool:
+    """Whether a request should wait because another one, in prefill now, will store a state at their common prefix.
+
+    ``ahead``: requests in prefill, and those of which the end of the prefill was not read yet.
+    """
+    if request.leader is None or not _is_ahead(*request.leader, ahead):
+        request.leader = _find_leader(request, ahead, cache)
     return request.leader is not None
 
 
-def _find_leader(request: Request, extending: Sequence[Request], cache: CacheManager) -> tuple[Request, int] | None:
+def _find_leader(request: Request, ahead: Sequence[Request], cache: CacheManager) -> tuple[Request, int] | None:
     """Find the request in prefill with the longest useful common prefix, and make it store a state at its end.
 
     Returns:
         That request and the position of the state; None if waiting would save too little.
     """
-    if not cache.is_on or not extending or request.must_read_prompt:
+    if not cache.is_on or not ahead or request.must_read_prompt:
         return None
     key = request.key()
-    related = [other for other in extending if _scope(other) == _scope(request)]
+    related = [other for other in ahead if _scope(other) == _scope(request)]
     shared = {other: _num_common(key, other.key()) for other in related}
-    leader = max((o for o in shared if _is_ahead(o, shared[o], extending)), key=shared.__getitem__, default=None)
-    if leader is None or shared[leader] < MIN_SHARED:
+    ends = {other: _state_end(other, shared[other]) for other in related if _is_ahead(other, shared[other], ahead)}
+    leader = max(ends, key=ends.__getitem__, default=None)
+    if leader is None:
         return None
-    end = _chunk_end(leader, shared[leader])
-    cached = cache.peek(request)
+    end, cached = ends[leader], cache.peek(request)
     if end - cached < max(MIN_SHARED, MIN_SHARE * (len(key) - cached)):
         return None
-    leader.chunk_ends.add(end)
+    if end > leader.num_run:
+        leader.chunk_ends.add(end)
     return leader, end
 
 
@@ -378,8 +399,15 @@ def _scope(request: Request) -> tuple[str | None, str | None]:
     return request.owner.tenant, request.extra_key
 
 
-def _chunk_end(leader: Request, num_shared: int) -> int:
-    """Return the position of the state for a common prefix of this length: one that is planned nearby, or a new one."""
+def _state_end(leader: Request, num_shared: int) -> int:
+    """Return the position of the state for a common prefix of this length, 0 if there will be none.
+
+    What was not launched yet may end at a planned position nearby, or at a new one; of what was launched, the states
+    are those at the ends of runs.
+    """
+    if num_shared <= leader.num_run:
+        ends = (run.start + run.length for run in leader.unread_runs)
+        return max((end for end in ends if end <= num_shared), default=0)
     planned = leader.chunk_ends | leader.spare_ends
     near = [end for end in planned if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
     return max(near, default=num_shared)
@@ -392,6 +420,6 @@ def _num_common(a: Tokens, b: Tokens) -> int:
     return common_length(a, b)
 
 
-def _is_ahead(leader: Request, num_shared: int, extending: Sequence[Request]) -> bool:
-    """Whether a request is in prefill and has not reached the end of the common prefix yet."""
-    return leader in extending and leader.num_run < num_shared
+def _is_ahead(leader: Request, num_shared: int, ahead: Sequence[Request]) -> bool:
+    """Whether a request is in prefill, and it is not known yet that it has reached the end of the common prefix."""
+    return leader in ahead and leader.num_read < num_shared

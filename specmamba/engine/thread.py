@@ -192,6 +192,7 @@ class EngineThread:
             engine = self._build_engine()
             engine.when_lost(self._fail_soon)
             engine.when_due(self._wake)
+            self._commands.on_put = engine.wake
             constants = EngineConstants(
                 engine.tokenizer,
                 engine.context_length,

@@ -46,6 +46,11 @@ class Workbench:
         self._engine = engine
         self._kept: dict[tuple[str, str], Drafter] = {}  # by flags and plan: drafters whose steps have been captured
         self._sizers: dict[tuple[str, str], DraftSizer | None] = {}  # by the same: what they have learned
+        # plain decoding replays the steps of drafters that sit out, so that both are timed by one record; by the layers
+        # that are read for drafts
+        if type(engine.runner.drafter) is NoDrafter:
+            engine.runner.idle_drafter = engine.runner.drafter
+        self._idle_drafters: dict[tuple[int, ...], NoDrafter] = {engine.feature_layers: engine.runner.idle_drafter}
 
     @property
     def replays_steps(self) -> bool:
@@ -119,9 +124,14 @@ class Workbench:
                 f"a draft of {plan.max_nodes} nodes ({plan.num_lookahead_slots} slots) does not fit an engine that was "
                 f"started for {room.max_nodes} ({room.num_lookahead_slots}): start it with its largest draft"
             )
-        engine.runner.drafter = self._make_drafter(plan, config)
+        drafter = None if plan.algorithm == "none" else self._make_drafter(plan, config)
         engine.config, engine.draft_plan = config, plan
+        idle = engine.runner.idle_drafter = self._idle_drafters.setdefault(engine.feature_layers, NoDrafter())
+        engine.runner.drafter = idle if drafter is None else drafter
         engine.model.target.read_features(engine.feature_layers)
+        graphs = engine.runner.graph_runner
+        if graphs is not None:
+            graphs.replay.serve(False)  # no request waits: steps are captured now, and not while they are timed
         with torch.inference_mode():
             engine.runner.capture(plan.is_sized)
         key = _key(plan, config)
@@ -130,6 +140,8 @@ class Workbench:
         else:
             engine.start_sizing()
             self._sizers[key] = engine.runner.sizer
+        if graphs is not None:
+            graphs.replay.serve()
         engine.flush_cache()  # cached states have no features for this drafter
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:

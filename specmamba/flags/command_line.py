@@ -31,7 +31,7 @@ _OTHER_VARIABLES = frozenset(
 _OF_KUBERNETES = re.compile(r"^(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))(_|$)")
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
 # Fields whose values are left out of messages; an address may hold a password.
-_SECRETS = frozenset({"api_key", "admin_key", "url"})
+SECRETS = frozenset({"api_key", "admin_key", "disaggregation_key", "url"})
 
 
 def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:
@@ -115,7 +115,7 @@ def describe_validation_error(
         if problem["type"] == "extra_forbidden":
             lines.append(f"{flag}: there is no such flag{near_flag(flag, map(flag_of, names))}{origin(name)}")
             continue
-        is_shown = name and name not in _SECRETS and problem["type"] != "missing"
+        is_shown = name and name not in SECRETS and problem["type"] != "missing"
         got = f" (got {problem['input']!r})" if is_shown else ""
         text = problem["msg"].removeprefix("Value error, ")
         concerned = [name] if name else [word.replace("-", "_") for word in _FLAG.findall(text)]

@@ -7,6 +7,7 @@ that all experts are one product (MegaBlocks, arXiv 2211.15841).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +22,8 @@ from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 
+Activation = Callable[[Tensor], Tensor]
+
 
 class Router(Protocol):
     """Chooses the experts of each token."""
@@ -31,25 +34,40 @@ class Router(Protocol):
         """Route tokens [T, H] to k experts each."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSiluMul:
+    """min(silu(gate), limit) * clip(up, -limit, limit), in float32, rounded once: [..., 2 I] -> [..., I]."""
+
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """Apply the activation; gates come first."""
+        return rowwise.clamped_silu_mul(gate_up, self.limit)
+
+
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up as one product (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        """gate_up: H -> 2 I, the gates first; down: I -> H."""
-        self._gate_up = gate_up
-        self._down = down
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation = rowwise.silu_mul) -> None:
+        """gate_up: H -> 2 I, the gates first; down: I -> H; activation: [..., 2 I] -> [..., I]."""
+        self._gate_up, self._down, self.activation = gate_up, down, activation
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Apply the layer to [..., H]; the context is not used."""
-        return self._down(rowwise.silu_mul(self._gate_up(x)))
+        return self._down(self.activation(self._gate_up(x)))
 
 
 class MLP:
     """down(activation(up(x)))."""
 
-    def __init__(self, up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
         """up: H -> I; down: I -> H."""
         self._up, self._down, self.activation = up, down, activation
+
+    @property
+    def activations(self) -> list[Activation]:
+        """The only one."""
+        return [self.activation]
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Apply the layer to [..., H]; the context is not used."""
@@ -61,9 +79,12 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def is_exact_activation(activation: Callable[[Tensor], Tensor]) -> bool:
+_EXACT = (squared_relu, F.relu, rowwise.silu, rowwise.gelu, rowwise.gelu_tanh, rowwise.silu_mul)
+
+
+def is_exact_activation(activation: Activation) -> bool:
     """Whether a number's result has the same bits wherever it stands: PyTorch's e^x at ends of its vectors has not."""
-    return activation in (squared_relu, F.relu, rowwise.silu_mul)
+    return isinstance(activation, ClampedSiluMul) or activation in _EXACT
 
 
 class SoftmaxRouter:
@@ -137,7 +158,7 @@ class Experts:
         self,
         up: Matrix,
         down: Matrix,
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         form: WeightForm = "plain",
         dtype: torch.dtype | None = None,
         layout: torch.device | None = None,
@@ -166,6 +187,7 @@ class Experts:
         self._up, self._down = (moe.packed(weight, form, dtype, layout) for weight in (up, down))
         self.activation = activation
         self.nbytes = self._up.nbytes + self._down.nbytes  # of the tensors that are kept
+        self.num_outputs = up.shape[1] + down.shape[1]  # of one expert
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """Sum the weighted outputs of each token's experts: [T, H] -> [T, H]."""
@@ -219,14 +241,20 @@ class MoE:
         self.load: Tensor | None = None  # [E] int64, tokens that each expert got; None: not counted
 
     @property
-    def activation(self) -> Callable[[Tensor], Tensor]:
-        """Of the experts."""
-        return self._experts.activation
+    def activations(self) -> list[Activation]:
+        """Of the experts, and of the shared layer."""
+        shared = [self._shared.activation] if isinstance(self._shared, MLP | GatedMLP) else []
+        return [self._experts.activation, *shared]
 
     @property
     def expert_bytes_per_token(self) -> int:
         """Of the experts' matrices that one token is multiplied by."""
         return self._experts.nbytes * self._router.k // self._experts.num_experts
+
+    @property
+    def expert_outputs_per_token(self) -> int:
+        """Numbers that the experts' matrices make for one token."""
+        return self._experts.num_outputs * self._router.k
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Run [B, L, H] through the experts of each token and the shared layer; gives the same shape."""

@@ -48,6 +48,7 @@ class HeadProducts:
         self._num_heads = len(weight)
         self._product: PackedExperts = moe.packed(weight)
         self.nbytes = self._product.nbytes  # of the tensors that are kept
+        self.num_outputs = weight.shape[0] * weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., Hq, K] -> [..., Hq, N]."""
@@ -109,5 +110,5 @@ class LatentAttention(Attention):
         attended = self.attend(torch.cat([rows, shared, self._norm(latent)], -1), context)
         values = self._from_latent(attended.unflatten(-1, (heads.num_heads, -1)))
         if self._num_gates:
-            values = values * rowwise.sigmoid(gates)[..., None]
+            values = rowwise.gate_heads(values, gates)
         return self._out(values.flatten(-2))

@@ -7,26 +7,28 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from specmamba.kernels import causal_conv1d, selective_scan
+from specmamba.kernels import causal_conv1d, mamba1, rowwise, selective_scan
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear, RecurrentLayer, RMSNorm
 
 
-@dataclass(frozen=True, slots=True)
-class Mamba1Weights:
+@dataclass(frozen=True, eq=False)
+class Mamba1Weights(mamba1.Weights):
     """What a layer of C channels, state size M and time steps of rank R computes between its outer projections."""
 
-    conv: Tensor  # [C, W] float32
-    conv_bias: Tensor | None  # [C] float32
     project: Linear  # C -> R + 2 M, in the order time step, B, C
     norms: Sequence[RMSNorm] | None  # of time step, B and C; None: they are not normed
     expand: Linear  # R -> C
-    dt_bias: Tensor  # [C] float32
-    rates: Tensor  # [M, C] float32, A
-    skip: Tensor  # [C] float32
+
+    def steps(self, x: Tensor) -> mamba1.Steps:
+        """Time steps, B and C of tokens x [B, L, C], all in its dtype."""
+        projected, size = self.project(x), self.rates.shape[0]
+        parts: Sequence[Tensor] = torch.split_with_sizes(projected, [projected.shape[-1] - 2 * size, size, size], -1)
+        if self.norms is not None:
+            parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        return mamba1.Steps(self.expand(parts[0]), *parts[1:])
 
 
 class Mamba1(RecurrentLayer[Mamba1Weights]):
@@ -35,9 +37,16 @@ class Mamba1(RecurrentLayer[Mamba1Weights]):
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
-        mixed, gate = context.unpack(self._in(x)).chunk(2, -1)
+        projected, w = self._in(x), self._weights
+        mixed, gate = projected.chunk(2, -1)
         state = context.state.operands(self._state_layer)
-        return self._out(context.pack(mix(mixed, gate, self._weights, state)))
+        if mamba1.can_fuse(state, mixed, w):
+            convolved, rounded = mamba1.convolve(mixed, w, state.buffers, state.trees)
+            out = mamba1.scan(convolved, w.steps(rounded), gate, w, state.buffers, state.trees)
+        else:
+            mixed, gate = context.unpack(projected).chunk(2, -1)
+            out = context.pack(mix(mixed, gate, w, state))
+        return self._out(out)
 
 
 def mix(mixed: Tensor, gate: Tensor, weights: Mamba1Weights, state: StateOperands) -> Tensor:
@@ -54,12 +63,8 @@ def mix(mixed: Tensor, gate: Tensor, weights: Mamba1Weights, state: StateOperand
     """
     w = weights
     x = causal_conv1d.advance(mixed, w.conv, w.conv_bias, state)
-    size = w.rates.shape[0]
-    projected = w.project(x.to(gate.dtype))
-    parts: Sequence[Tensor] = torch.split_with_sizes(projected, [projected.shape[-1] - 2 * size, size, size], -1)
-    if w.norms is not None:
-        parts = [norm(part) for norm, part in zip(w.norms, parts, strict=True)]
-    dt = F.softplus(w.expand(parts[0]).float() + w.dt_bias)
-    b, c = (part.float().unsqueeze(2) for part in parts[1:])
-    out = selective_scan.advance(c, b, (dt * x).unsqueeze(2), dt.unsqueeze(2), w.rates, state).squeeze(2)
-    return (torch.addcmul(out, w.skip, x) * F.silu(gate.float())).to(gate.dtype)
+    steps = w.steps(x.to(gate.dtype))
+    dt, u = rowwise.time_steps(steps.dt, w.dt_bias, x)
+    b, c = (part.float().unsqueeze(2) for part in (steps.b, steps.c))
+    out = selective_scan.advance(c, b, u.unsqueeze(2), dt.unsqueeze(2), w.rates, state).squeeze(2)
+    return rowwise.skip_gate(out, x, w.skip, gate)

@@ -47,6 +47,7 @@ class Linear:
         self.product = linear.packed(parts, form, dtype, layout, gates)
         self._bias = bias
         self.nbytes = self.product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
+        self.num_outputs = sum(part.shape[0] for part in (*parts, *gates))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply [..., in]: [..., out]. The product is rounded to x's dtype before the bias is added."""
@@ -61,6 +62,7 @@ class SummedLinear(Linear):
         """made: of this rank's inputs, without bias; bias: [out]."""
         self.product, self._bias, self._ranks = made.product, bias, ranks
         self.nbytes = made.nbytes + (0 if bias is None else bias.nbytes)
+        self.num_outputs = made.num_outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply [..., own in]: [..., out], the same on every rank."""
@@ -74,6 +76,7 @@ class GatheredLinear(Linear):
     def __init__(self, made: Linear, widths: tuple[int, ...], ranks: Ranks) -> None:
         """made: of this rank's outputs, without bias; widths: outputs of every rank."""
         self.product, self.nbytes, self._widths, self._ranks = made.product, made.nbytes, widths, ranks
+        self.num_outputs = sum(widths)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply [..., in]: [..., out], the same on every rank."""

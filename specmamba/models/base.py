@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -148,6 +148,8 @@ class BlockHead(Protocol):
     drafts_at_root: bool  # a token is predicted where the one before it stands, the first at the root: no mask for it
     views: tuple[KeyView, ...]  # of its layers, each once
     links: TokenLinks | None  # None: the tokens of a block do not know each other
+    # (tokens above drafts [B, D], hidden states there [B, D, H]) -> logits [B, D] of being accepted; None: unknown
+    confidence: Callable[[Tensor, Tensor], Tensor] | None
 
     def combine(self, features: Tensor) -> Tensor:
         """Turn the target's features [..., F] into context vectors [..., H]."""

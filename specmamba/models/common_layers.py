@@ -14,7 +14,7 @@ from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import paged_attention, rowwise
 from specmamba.layers.attention import Attention
-from specmamba.layers.feed_forward import Experts, GatedMLP
+from specmamba.layers.feed_forward import Activation, Experts, GatedMLP
 from specmamba.layers.primitives import Linear
 from specmamba.models.matrices.expert_matrices import ExpertMatrices
 from specmamba.models.weights import Weights, scaled
@@ -183,6 +183,7 @@ def gated_mlp(
     gate_scale: float = 1.0,
     down_scale: float = 1.0,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    activation: Activation = rowwise.silu_mul,
 ) -> GatedMLP:
     """Make the MLP of three projections: gate, up and down.
 
@@ -193,6 +194,7 @@ def gated_mlp(
         has_bias: all three projections have a bias, or none has.
         gate_scale, down_scale: factors of the outputs of these two projections.
         names: of the projections, behind the prefix.
+        activation: [..., 2 I] -> [..., I].
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -200,7 +202,7 @@ def gated_mlp(
     hidden, (gate, up, down), channels = weights.config.hidden_size, names, mlp_segment(inner)
     gate_up = one_product(weights, prefix, {gate: (channels, gate_scale), up: (channels, 1.0)}, hidden, has_bias)
     out = weights.take_linear(f"{prefix}{down}", hidden, inner, has_bias, down_scale, inputs=[channels])
-    return GatedMLP(gate_up, out)
+    return GatedMLP(gate_up, out, activation)
 
 
 def gated_experts(

@@ -11,22 +11,28 @@ and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order;
 **EAGLE-3** (``eagle.py``; ``LlamaForCausalLMEagle3`` and others). Tensors: ``midlayer.`` or ``layers.0.`` with
 ``hidden_norm`` and ``input_layernorm``, its q, k and v over 2 H inputs; ``fc.weight`` [H, 3 H of the target]; ``norm``;
 ``lm_head.weight`` [draft vocabulary, H]; ``d2t`` [draft vocabulary] integers, where draft token i is target token
-i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not read.
+i + d2t[i]; perhaps ``embed_tokens.weight``, and ``input_norm.weight`` [3 H of the target], a norm in front of fc
+(``norm_before_fc``). ``t2d`` says the same as ``d2t`` and is not read.
 
 **DFlash** (``dflash/``; ``DFlashDraftModel``, or a ``dflash_config``). Tensors: ``fc.weight`` [H, K H] over the
 features of K layers, ``hidden_norm.weight``; ``layers.i.`` of Qwen3 with ``self_attn.{q,k,v,o}_proj`` and
 ``self_attn.{q,k}_norm``, ``mlp.{gate,up,down}_proj``, ``input_layernorm``, ``post_attention_layernorm``; and
-``norm.weight``. Embedding and output head are the target's; copies of them may be stored, and are not read.
+``norm.weight``. Embedding and output head are the target's; copies of them may be stored, and are not read. A head
+that drafts a part of the vocabulary has ``lm_head.weight`` and ``d2t`` as EAGLE-3 heads have.
 
 **DSpark** (``dflash/``; ``Qwen3DSparkModel``, ``DSparkDraftModel``). DFlash's tensors, and with a Markov head of rank R
 ``markov_head.markov_w1.weight`` and ``markov_head.markov_w2.weight`` [V, R]; of the gated kind
 ``markov_head.gate_proj.{weight,bias}`` [R, H + R], over the hidden state and a row of w1; of the kind rnn
-``markov_head.joint_proj.{weight,bias}`` [3 R, 2 R + H]. ``confidence_head.proj.{weight,bias}`` is not read.
+``markov_head.joint_proj.{weight,bias}`` [3 R, 2 R + H]; and perhaps ``confidence_head.proj.weight`` [1, H + R], without
+a Markov head [1, H], and ``confidence_head.proj.bias`` [1].
 
 **DFlash2** (``dflash/``; ``DFlash2DraftModel``). DFlash's tensors; ``layers.i.attention_conv`` and
 ``layers.i.mlp_conv`` with ``base_kernel`` [2, T, H] of T taps and ``kernel_projection.weight`` [2 T G, H] for G groups
 of channels; ``candidate_selector.predecessor_codebook`` and ``candidate_selector.successor_codebook`` [V, R] and
 ``candidate_selector.hidden_projection.weight`` [R, H].
+
+**vllm-project/speculators** (``checkpoints/speculators_config.py``; a ``speculators_model_type``): tensors of EAGLE-3
+or DFlash beside a config of another form.
 
 Any name may begin with ``model.``. Queries and keys may be normed (``self_attn.{q,k}_norm``), projections may have
 biases, where such tensors are stored. Where no embedding is stored, the target's is used, without its multiplier; where
@@ -44,12 +50,14 @@ from specmamba.cache.shapes import KVShape
 from specmamba.checkpoints.checkpoint import read_architecture
 from specmamba.checkpoints.config_bounds import require_bounded_config
 from specmamba.checkpoints.files import GGUF_FILE, is_bare, read_json
+from specmamba.checkpoints.matrix_copies import has_equal_rows
+from specmamba.checkpoints.speculators_config import head_fields, is_speculator
 from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import Heads
-from specmamba.models.dflash import NOT_READ as NOT_READ_OF_BLOCKS
 from specmamba.models.dflash import DFlashHead, is_block_head
+from specmamba.models.dflash.block_settings import FIELDS
 from specmamba.models.eagle import EMBEDDING, OUTPUT, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
 from specmamba.models.rank_shapes import own_kv
@@ -58,14 +66,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RENAMES = (("model.midlayer.", "layers.0."), ("midlayer.", "layers.0."), ("model.", ""))
-NOT_READ = ("d2t", "t2d")
+NOT_READ = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # the last two are for training alone
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NOT_LLAMA = {"model", "transformer_layer_config", "model_type", "auto_map", "dtype", "torch_dtype"}
 TARGET_MATRIX = {
     EMBEDDING: re.compile(r"(?!mtp\.).*\bembed(_tokens|dings?)\.weight"),
     OUTPUT: re.compile(r"(?!mtp\.).*\blm_head\.weight"),
 }
-NUM_SAMPLES = 64  # rows of an embedding
 
 
 def is_draft_head(folder: Path) -> bool:
@@ -99,6 +106,11 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
     is_shape = options.device.type == "meta"
     with (ShapeReader if is_shape else TensorReader)(folder, RENAMES) as reader:
         is_block = is_block_head(architecture, config)
+        if is_block and "eagle" in architecture.lower():
+            raise UnsupportedModelError(
+                f"{folder} mixes kinds of heads: it is a {architecture} with the settings of a block head "
+                f"({' or '.join(FIELDS)})"
+            )
         is_eagle3 = "eagle3" in architecture.lower() or reader.has("layers.0.hidden_norm.weight")
         if not (is_eagle3 or reader.has("fc.weight")):
             raise UnsupportedModelError(
@@ -112,7 +124,8 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
         ignored: tuple[str, ...] = NOT_READ
         if is_block:
             head = DFlashHead(weights, body, target.num_layers, architecture)
-            ignored = (*NOT_READ_OF_BLOCKS, *_copies(reader, target_folder, options))
+            named = (EMBEDDING,) if head.has_own_output else (EMBEDDING, OUTPUT)
+            ignored = (*NOT_READ, *_copies(reader, named, target_folder, options))
         else:
             head = Eagle3Head(weights, body, target.num_layers) if is_eagle3 else EagleHead(weights, body)
         rotary = (f"layers.{i}.self_attn.rotary_emb." for i in range(config.num_hidden_layers))
@@ -145,8 +158,11 @@ def read_head_config(folder: Path) -> PretrainedConfig:
     """
     file = folder / "config.json"
     stored = read_json(file)
-    nested = stored.get("model") or stored.get("transformer_layer_config") or {}
-    fields = {**(nested if isinstance(nested, dict) else {}), **stored}
+    if is_speculator(stored):
+        fields = head_fields(file, stored)
+    else:
+        nested = stored.get("model") or stored.get("transformer_layer_config") or {}
+        fields = {**(nested if isinstance(nested, dict) else {}), **stored}
     fields = {name: value for name, value in fields.items() if name not in NOT_LLAMA and value is not None}
     if missing := [name for name in REQUIRED if name not in fields]:
         raise CheckpointError(f"{file} lacks {', '.join(missing)}: it is not the config of a draft head")
@@ -180,15 +196,18 @@ def _refuse_variants(folder: Path, config: Any) -> None:
         raise CheckpointError(f"{folder}: eagle_config should be an object, but is a {type(variant).__name__}")
     if variant.get("use_mtp_layernorm"):
         raise UnsupportedModelError(f"{folder}: use_mtp_layernorm is not supported in draft heads")
+    for name in ("fc_norm", "norm_output"):
+        if getattr(config, name, False):
+            raise UnsupportedModelError(f"{folder}: {name} is not supported in draft heads")
 
 
-def _copies(head: TensorReader, target_folder: Path, options: LoadOptions) -> list[str]:
+def _copies(head: TensorReader, names: tuple[str, ...], target_folder: Path, options: LoadOptions) -> list[str]:
     """Embedding and output matrix of a block head, which are the target's; without its weights they count as such.
 
     Raises:
         UnsupportedModelError: they are not.
     """
-    stored = [name for name in (EMBEDDING, OUTPUT) if head.has(name)]
+    stored = [name for name in names if head.has(name)]
     for name in stored:
         if not (is_bare(target_folder) or _is_of_target(head, name, target_folder, options)):
             raise UnsupportedModelError(
@@ -212,9 +231,7 @@ def _is_of_target(head: TensorReader, name: str, target_folder: Path, options: L
         names = [n for n in theirs if target.stored(n).shape == shape]
         if len(names) != 1 or target.is_coded(names[0]):
             return False
-        rows = range(0, shape[0], max(1, shape[0] // NUM_SAMPLES))
-        ours, others = (x.to(options.dtype) for x in (head.read_rows(name, rows), target.read_rows(names[0], rows)))
-        return bool(ours.equal(others))
+        return has_equal_rows(head, name, target, names[0], options.dtype)
 
 
 def _refuse_other_vocabulary(folder: Path, drafts: int, decides: int) -> None:

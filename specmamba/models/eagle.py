@@ -22,11 +22,10 @@ from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget, run_blocks
+from specmamba.models.matrices.draft_vocabulary import DraftVocabulary, read_draft_vocabulary
 from specmamba.models.weights import Weights
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-DRAFT_IDS = "d2t"
-INTEGER_TYPES = ("I64", "I32")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 Logits = Callable[[Tensor], Tensor]
 
@@ -158,8 +157,8 @@ class HeadWeights(Weights):
 class Eagle3Head:
     """EAGLE-3: Llama's layers, the first with the input [norm(embedding), norm(hidden)]; a norm and an output head.
 
-    In the first step of a draft ``hidden`` is fc of the residual streams of some of the target's layers. In later steps
-    it is the head's own output in front of its last norm, without fc.
+    In the first step of a draft ``hidden`` is fc of the residual streams of some of the target's layers, perhaps behind
+    a norm of all of them. In later steps it is the head's own output in front of its last norm, without fc.
     """
 
     num_modules = 1
@@ -168,9 +167,9 @@ class Eagle3Head:
         """Load the head. Raises ConfigError where it reads layers or drafts tokens that the target does not have."""
         c = weights.config
         self.width = width = c.hidden_size
-        self._vocab_size = target.vocab_size
         self.target_layers = read_layer_ids(c, num_target_layers)
         self._fc = take_fc(weights, len(self.target_layers), target.hidden_size)
+        self._feature_norm = _feature_norm(weights, len(self.target_layers) * target.hidden_size)
         self._embedding = weights.embedding(target)
         norms = [weights.rms_norm(f"layers.0.{name}.weight").weight for name in ("input_layernorm", "hidden_norm")]
         self._input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)  # of both in one pass
@@ -179,13 +178,15 @@ class Eagle3Head:
         self._blocks = weights.blocks_behind_attention()
         self._norm = weights.rms_norm("norm.weight")
         self._rotary = weights.rotary()
-        own, self._target_ids = _output(weights, self._embedding, target.vocab_size)
+        own, target_ids = _output(weights, self._embedding, target.vocab_size)
         if own is None:
             weights.require_width(width, target.hidden_size)
-        self._logits = own or target.logits
+        self._logits = DraftVocabulary(own or target.logits, target_ids, target.vocab_size)
 
     def combine(self, features: Tensor) -> Tensor:
         """Apply fc to the target's features: [..., F] -> [..., H']."""
+        if self._feature_norm is not None:
+            features = self._feature_norm(features)
         return features if self._fc is None else self._fc(features)
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
@@ -200,11 +201,7 @@ class Eagle3Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply norm and output head to [..., H']: [..., V], -inf for tokens outside of the draft vocabulary."""
-        logits = self._logits(self._norm(hidden))
-        if self._target_ids is None:
-            return logits
-        impossible = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
-        return impossible.index_copy_(-1, self._target_ids, logits)
+        return self._logits(self._norm(hidden))
 
 
 def read_layer_ids(config: Any, num_layers: int) -> tuple[int, ...]:
@@ -243,18 +240,21 @@ def take_fc(weights: HeadWeights, num_layers: int, target_width: int) -> Linear 
     return weights.take_linear("fc", c.hidden_size, num_layers * target_width, has_bias)
 
 
+def _feature_norm(weights: HeadWeights, width: int) -> RMSNorm | None:
+    """The norm of all features in front of fc; None: there is none. Raises CheckpointError."""
+    c, name = weights.config, "input_norm.weight"
+    if not (getattr(c, "norm_before_fc", False) or weights.reader.has(name)):
+        return None
+    return weights.norm(name, width, c.rms_norm_eps)
+
+
 def _output(weights: HeadWeights, embedding: Embedding, vocab_size: int) -> tuple[Linear | None, Tensor | None]:
     """The head's own output matrix, and for each of its rows the target's token: [draft vocabulary] int64.
 
     None as matrix: the target's is used. None as tokens: row i is token i.
     """
     c, reader = weights.config, weights.reader
-    size = getattr(c, "draft_vocab_size", vocab_size)
-    ids = _read_target_ids(weights, size, vocab_size) if reader.has(DRAFT_IDS) else None
-    if ids is None and size != vocab_size:
-        raise CheckpointError(
-            f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no tensor {DRAFT_IDS} that says which"
-        )
+    size, ids = read_draft_vocabulary(weights, vocab_size)
     if reader.has(OUTPUT):
         return weights.head(weights.take_head(OUTPUT, size, c.hidden_size), size), ids
     if size != vocab_size:
@@ -263,37 +263,3 @@ def _output(weights: HeadWeights, embedding: Embedding, vocab_size: int) -> tupl
         return None, None
     assert embedding.table is not None  # the head has one, and the target's only where it is equal
     return weights.head(weights.as_head(embedding.table), vocab_size), None
-
-
-def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor | None:
-    """The target's token i + d2t[i] for every draft token i: [size] int64; None where all of them are i.
-
-    Raises:
-        CheckpointError: the tensor has another shape or type, cannot be read, or maps two draft tokens to one token.
-        ConfigError: a token is not in the target's vocabulary.
-    """
-    stored = weights.reader.stored(DRAFT_IDS)
-    if stored.shape != (size,) or stored.dtype not in INTEGER_TYPES:
-        raise CheckpointError(
-            f"{DRAFT_IDS} is {list(stored.shape)} of type {stored.dtype} in {stored.file}, but should be [{size}] of "
-            "integers"
-        )
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(stored.file, framework="pt") as file:
-            offsets = file.get_tensor(stored.stored_name).long()
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{stored.stored_name} cannot be read from {stored.file}: {error}") from None
-    ids = torch.arange(size) + offsets
-    if bool(((ids < 0) | (ids >= vocab_size)).any()):
-        worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise ConfigError(
-            f"--speculative-draft-model-path {weights.folder}: {DRAFT_IDS} maps a draft token to token {worst}, but "
-            f"the target's vocabulary has {vocab_size}"
-        )
-    if len(ids.unique()) != size:
-        raise CheckpointError(f"{DRAFT_IDS} in {stored.file} maps {size} draft tokens to {len(ids.unique())} tokens")
-    if size == vocab_size and not bool(offsets.any()):
-        return None
-    return weights.keep_instead(ids.to(weights.options.device))

@@ -206,7 +206,7 @@ def inexact_layers(target: Target) -> list[str]:
     layers = [
         part for block in target.blocks for _, layer in block.layers for part in getattr(layer, "parts", (layer,))
     ]
-    activations = {layer.activation for layer in layers if isinstance(layer, MLP | MoE)}
+    activations = {of for layer in layers if isinstance(layer, MLP | MoE) for of in layer.activations}
     return sorted({getattr(of, "__name__", str(of)) for of in activations if not is_exact_activation(of)})
 
 

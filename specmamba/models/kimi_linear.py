@@ -14,7 +14,7 @@ from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import delta_net, rowwise
 from specmamba.kernels.linear import Matrix
-from specmamba.layers.feed_forward import MoE, SigmoidRouter
+from specmamba.layers.feed_forward import Activation, MoE, SigmoidRouter
 from specmamba.layers.gated_delta_net import KimiDeltaAttention
 from specmamba.layers.latent_attention import HeadProducts, LatentAttention, LatentHeads
 from specmamba.layers.primitives import Linear, RMSNorm
@@ -29,7 +29,7 @@ from specmamba.models.common_layers import (
     require_layer_types,
     require_silu,
 )
-from specmamba.models.hybrid import Block, Layer
+from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead
 from specmamba.models.matrices.expert_matrices import ExpertMatrices
 from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model, reordered
@@ -58,26 +58,38 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
     """Build Kimi-Linear from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     if not getattr(config, "mla_use_nope", True):
         raise UnsupportedModelError("mla_use_nope false is not supported: Kimi-Linear does not rotate")
-    return load_with(KimiWeights(config, reader, options))
+    weights = KimiWeights(config, reader, options)
+    target, _ = target_of(weights)
+    reader.finish()
+    return finished(weights, target)
 
 
-def load_with(weights: KimiWeights, ignore: tuple[str, ...] = ()) -> LoadedModel:
-    """Build the model whose layers ``weights`` makes; ``ignore``: prefixes of tensors that belong to no layer."""
+def target_of(weights: KimiWeights) -> tuple[HybridTarget, Matrix]:
+    """The target whose layers ``weights`` makes, and the matrix of its output head."""
     c = weights.config
     embedding = weights.take_embedding(weights.names.embedding)
     numbered = enumerate(number_layers(c.layer_types))
     blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
     norm = weights.norm("model.norm.weight", c.hidden_size, c.rms_norm_eps)
-    target, _ = weights.target(embedding, blocks, norm, weights.rotary() if weights.has_rotary else None)
-    weights.reader.finish(ignore=ignore)
-    heads, num_attention = weights.latent_heads, c.layer_types.count(ATTENTION)
+    return weights.target(embedding, blocks, norm, weights.rotary() if weights.has_rotary else None)
+
+
+def finished(
+    weights: KimiWeights, target: HybridTarget, head: MTPHead | None = None, draft_weights: Weights | None = None
+) -> LoadedModel:
+    """The loaded model of a target and perhaps its head, every module of which has one layer of latent attention."""
+    c, heads = weights.config, weights.latent_heads
+    num_attention = c.layer_types.count(ATTENTION)
+    num_layers = num_attention + (head.num_modules if head else 0)
     return loaded_model(
         target,
         weights,
         c.layer_types.count(RECURRENT),
         weights.state_shape,
-        kv=(KVShape(num_attention, 1, heads.row_dim, heads.latent_dim),) if num_attention else (),
+        kv=(KVShape(num_layers, 1, heads.row_dim, heads.latent_dim),) if num_layers else (),
         attention_width=heads.num_heads * heads.row_dim * num_attention,
+        head=head,
+        draft_weights=draft_weights,
     )
 
 
@@ -93,8 +105,8 @@ class KimiWeights(Weights):
     has_head_gates = False  # of latent attention
     lower_bound: float | None = None  # of log decays
 
-    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
-        super().__init__(config, reader, options)
+    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
+        super().__init__(config, reader, options, form)
         _refuse_variants(config)
         c = config
         self.latent_heads = LatentHeads(
@@ -126,10 +138,15 @@ class KimiWeights(Weights):
 
     def feed_forward(self, layer: int, prefix: str) -> Layer:
         """The second half of a block: a dense layer, or experts and a shared layer."""
-        c, names = self.config, self.names
-        if c.mlp_layer_types[layer] == DENSE:
+        names = self.names
+        if self.config.mlp_layer_types[layer] == DENSE:
             is_renamed = self.reader.has(f"{prefix}{names.experts}gate_proj.weight")  # as transformers saves it again
-            return gated_mlp(self, f"{prefix}{names.experts if is_renamed else 'mlp.'}", c.intermediate_size)
+            return gated_mlp(self, f"{prefix}{names.experts if is_renamed else 'mlp.'}", self.config.intermediate_size)
+        return self.mixture(prefix)
+
+    def mixture(self, prefix: str, routed: Activation = rowwise.silu_mul, shared: Activation = rowwise.silu_mul) -> MoE:
+        """Experts and a shared layer of the block ``prefix``, with the activations of the former and of the latter."""
+        c, names = self.config, self.names
         prefix, num_experts, inner = f"{prefix}{names.experts}", c.num_local_experts, c.moe_intermediate_size
         router = SigmoidRouter(
             self.take_router(f"{prefix}gate.weight", num_experts),
@@ -143,8 +160,8 @@ class KimiWeights(Weights):
         gate, up, down = names.of_expert
         experts = ExpertMatrices(self, num_experts, c.hidden_size, inner, each=f"{prefix}experts.")
         of_experts, back = experts.up("", (gate, up)), experts.down("", down)
-        shared = gated_mlp(self, f"{prefix}shared_experts.", inner * c.n_shared_experts)
-        return MoE(router, experts.layer(of_experts, back, rowwise.silu_mul), shared)
+        of_all = gated_mlp(self, f"{prefix}shared_experts.", inner * c.n_shared_experts, activation=shared)
+        return MoE(router, experts.layer(of_experts, back, routed), of_all)
 
     def delta_attention(self, prefix: str, state_layer: int) -> KimiDeltaAttention:
         """The recurrent layer; decays and gates go through few channels, the size of a head."""
@@ -294,6 +311,9 @@ def _refuse_variants(config: Any) -> None:
         raise UnsupportedModelError("num_key_value_heads must be num_attention_heads: latent attention has no groups")
     if c.attention_bias:
         raise UnsupportedModelError("attention_bias true is not supported with latent attention")
+    for field in ("attn_res_block_size", "routed_expert_hidden_size"):
+        if getattr(c, field, None):
+            raise UnsupportedModelError(f"{field} is not supported: models like Kimi-K3 need more than Kimi-Linear has")
     if getattr(c, "moe_router_activation_func", "sigmoid") != "sigmoid":
         raise UnsupportedModelError("moe_router_activation_func: only sigmoid is supported")
     if min(c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank, c.qk_rope_head_dim) < 1:

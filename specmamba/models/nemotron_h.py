@@ -7,7 +7,6 @@ There is no rotary embedding: the recurrent layers know the order of the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
+from specmamba.kernels import rowwise
 from specmamba.kernels.linear import Matrix
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, MoE, SigmoidRouter, squared_relu
@@ -41,9 +41,9 @@ RENAMES = (("backbone.", "model."),)  # the published checkpoints say "backbone"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": squared_relu,
     "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": rowwise.silu,
+    "gelu": rowwise.gelu,
+    "gelu_pytorch_tanh": rowwise.gelu_tanh,
 }
 MLP_LAYER, MOE_LAYER = "mlp", "moe"
 MTP_PREFIX = "mtp."

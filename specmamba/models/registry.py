@@ -46,6 +46,7 @@ class Family:
 
 ARCHITECTURES = {
     "BailingHybridForCausalLM": Family(bailing_hybrid.load, bailing_hybrid.RENAMES),
+    "BailingMoeV3ForCausalLM": Family(bailing_hybrid.load, bailing_hybrid.RENAMES),
     "BambaForCausalLM": Family(bamba.load, bamba.RENAMES),
     "FalconH1ForCausalLM": Family(falcon_h1.load, falcon_h1.RENAMES),
     "FalconMambaForCausalLM": Family(mamba1_family.load_falcon, mamba1_family.RENAMES),

@@ -30,6 +30,7 @@ BEAT_S = 0.5
 MAX_SILENCE = 10
 JOIN_TIMEOUT_S = 300.0  # in which the other ranks import what they need
 HELLO_TIMEOUT_S = 5.0  # in which a process that has connected says which rank it is
+SEND_TIMEOUT_S = 10  # a rank reads all the time, also in a long step: one that does not is stopped
 LAST_S = 2.0  # in which the last command comes over the connection of a rank 0 that has left
 TOLD_MS = 250  # for which a rank waits for a command in shared memory before it looks at what comes over its connection
 Lost = Callable[[RankLostError], None]
@@ -99,6 +100,7 @@ class RankLinks:
                     link.send({"refused": message})
                 raise ConfigError(message)
             connection.settimeout(None)
+            link.limit_sends(SEND_TIMEOUT_S)
             self._links[rank], self._processes[rank], self._silence[rank] = link, process, 0
             is_taken = True
         except (OSError, ValueError) as error:
@@ -200,7 +202,10 @@ class RankLinks:
             callbacks = list(self._on_lost)
         self.kill()
         for callback in callbacks:
-            callback(error)
+            try:
+                callback(error)
+            except Exception:  # those behind it end the streams
+                logger.exception("what follows the loss of a rank has failed")
 
     def kill(self) -> None:
         """Kill the other ranks, so that no exchange with them waits."""

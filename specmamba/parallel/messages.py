@@ -15,6 +15,9 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 28  # a prompt of a million tokens is a tenth of that
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+_TIME = struct.Struct("ll")  # of the kernel: seconds, microseconds
+_READ_BYTES = 1 << 16
+_DECODER = json.JSONDecoder()
 
 
 class Messages:
@@ -28,6 +31,10 @@ class Messages:
     def fileno(self) -> int:
         """The descriptor, to wait for several connections."""
         return self._connection.fileno()
+
+    def limit_sends(self, seconds: int) -> None:
+        """Let ``send`` fail, with OSError, where the other side reads nothing for so long."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(seconds, 0))
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message. Raises OSError: the other side has ended; ValueError: as ``encoded``."""
@@ -54,17 +61,20 @@ class Messages:
         """All messages that have arrived, without waiting.
 
         Raises:
-            EOFError: after the last message, where the other side has ended.
+            EOFError: the other side has ended, and an earlier call has given its last message.
             OSError, ValueError: as ``receive``.
         """
+        num_read = _READ_BYTES
         while True:
             while (message := self._next()) is not None:
                 yield message
+            if num_read < _READ_BYTES:
+                return  # that was all: to ask for more would cost a call of the system for each message
             try:
-                goes_on = self._read(socket.MSG_DONTWAIT)
+                num_read = self._read(socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            if not goes_on:
+            if not num_read:
                 raise EOFError
 
     def _next(self) -> dict[str, Any] | None:
@@ -76,7 +86,7 @@ class Messages:
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         self._num_scanned = 0
-        message = json.loads(self._opened(line))
+        message = _DECODER.decode(self._opened(line).decode())
         if not isinstance(message, dict):
             raise ValueError("a message is a dictionary")
         return message
@@ -89,13 +99,13 @@ class Messages:
         """The line that has come over, without its end. Raises ValueError: it is none of the other side."""
         return line
 
-    def _read(self, flags: int = 0) -> bool:
-        """Read into the buffer; False: the other side has ended."""
+    def _read(self, flags: int = 0) -> int:
+        """Read into the buffer. Returns the number of bytes; 0: the other side has ended."""
         if len(self._buffer) > MAX_MESSAGE_BYTES:
             raise OSError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
-        data = self._connection.recv(1 << 16, flags)
+        data = self._connection.recv(_READ_BYTES, flags)
         self._buffer += data
-        return bool(data)
+        return len(data)
 
     def close(self) -> None:
         """End the connection."""

@@ -65,8 +65,9 @@ class Course:
         cut = min(len(delta.text), self._skipped_characters)
         self._skipped_tokens -= count
         self._skipped_characters -= cut
-        if self.latest is not None:
-            delta = replace(delta, prompt_logprobs=None, num_cached_tokens=self.latest.num_cached_tokens)
+        cached = delta.num_cached_tokens if self.latest is None else self.latest.num_cached_tokens
+        if self.latest is not None and (delta.num_cached_tokens != cached or delta.prompt_logprobs is not None):
+            delta = replace(delta, prompt_logprobs=None, num_cached_tokens=cached)
         if count or cut:
             delta = replace(
                 delta,

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from specmamba.processes.child_process import python_path
 logger = logging.getLogger("specmamba")
 
 SEND_TIMEOUT_S = 5  # a replica reads all the time, also in a long step: one that does not is stopped
-_TIME = struct.Struct("ll")  # of the kernel: seconds, microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class ChildReplica:
     def __init__(self, task: ReplicaTask) -> None:
         """Start the process, and tell it what to do. Raises OSError."""
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout())
         with ExitStack() as undo, theirs:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
@@ -80,6 +77,7 @@ class ChildReplica:
                 stdin.write(json.dumps(given).encode())
             undo.pop_all()
         self._link = Messages(ours)
+        self._link.limit_sends(SEND_TIMEOUT_S)
 
     @property
     def pid(self) -> int:
@@ -115,8 +113,3 @@ def given_to(task: ReplicaTask) -> dict[str, Any]:
         "secret": task.secret.hex(),
         "log_level": logger.getEffectiveLevel(),
     }
-
-
-def send_timeout() -> bytes:
-    """``SEND_TIMEOUT_S`` as the value of ``SO_SNDTIMEO``."""
-    return _TIME.pack(SEND_TIMEOUT_S, 0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import select
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.scheduler import EngineStats
 from specmamba.errors import ConfigError, EngineStoppedError
-from specmamba.parallel.messages import encoded
+from specmamba.parallel.messages import Messages, encoded
 from specmamba.replicas.placement import Published
 from specmamba.replicas.published_entries import PublishedEntries, TierIdentity
 from specmamba.replicas.replica_fleet import ReplicaFleet
@@ -23,7 +25,7 @@ from specmamba.replicas.wire import load_sample, load_stats
 
 logger = logging.getLogger("specmamba")
 
-WAIT_S = 0.001  # for what replicas send, before new requests are looked for
+WAIT_S = 0.02  # for what replicas send, before the time is looked at
 ANSWER_TIMEOUT_S = 20.0
 MAX_SILENCE_S = 20.0  # of a replica with requests, which gives a sign of life twice a second
 
@@ -44,6 +46,16 @@ class Replica:
         self.answers: dict[int, Any] = {}  # by number of the question
         self.heard = time.monotonic()
         self.leaves_at: float | None = None  # of one that is drained: when its requests go on elsewhere
+
+
+class _Sources:
+    """What is waited for: the links of some replicas, and a bell."""
+
+    def __init__(self, links: Mapping[int, Messages], bell: int | None) -> None:
+        self.links, self.bell, self.poll = links, bell, select.poll()
+        self.by_descriptor = {link.fileno(): index for index, link in links.items()}
+        for descriptor in (*self.by_descriptor, *(() if bell is None else (bell,))):
+            self.poll.register(descriptor, select.POLLIN)
 
 
 class ReplicaLinks:
@@ -76,6 +88,11 @@ class ReplicaLinks:
         self.ready: dict[int, Replica] = {}
         self._folders: dict[TierIdentity, PublishedEntries] = {}
         self._numbers = itertools.count(1)
+        # guards the next field, which is None when all is closed; a thread that holds it may put a command again, where
+        # garbage collection closes a stream
+        self._bell_lock = threading.RLock()
+        self._bell: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sources: _Sources | None = None  # of ``receive``, as long as the replicas are the same
         first = fleet.indices[:num_first]
         try:
             for group in (first[:1], first[1:]):
@@ -106,11 +123,10 @@ class ReplicaLinks:
 
     def take_arrivals(self) -> None:
         """Take in replicas that have become ready."""
-        with suppress(Empty):
-            while True:
-                arrival = self._fleet.arrivals.get_nowait()
-                if isinstance(arrival, ReadyReplica):
-                    self._take_in(arrival)
+        while not self._fleet.arrivals.empty():
+            arrival = self._fleet.arrivals.get_nowait()
+            if isinstance(arrival, ReadyReplica):
+                self._take_in(arrival)
 
     def _take_in(self, arrival: ReadyReplica) -> None:
         self.lose(arrival.index)  # the one that it follows
@@ -137,14 +153,20 @@ class ReplicaLinks:
             return False
         return True
 
+    def wake(self) -> None:
+        """End a wait of ``receive``, or the next one; from any thread."""
+        with self._bell_lock:
+            if self._bell is not None:
+                os.eventfd_write(self._bell, 1)
+
     def receive(self, wait_s: float) -> None:
-        """Take what has arrived from all replicas; wait for the first message where there is none."""
-        poll, by_descriptor = select.poll(), dict[int, int]()
-        for index, replica in self.ready.items():
-            by_descriptor[replica.link.fileno()] = index
-            poll.register(replica.link.fileno(), select.POLLIN)
-        for descriptor, _ in poll.poll(wait_s * 1000):
-            index = by_descriptor[descriptor]
+        """Take what has arrived from all replicas; wait for the first message, or ``wake``, where there is none."""
+        sources = self._current_sources()
+        for descriptor, _ in sources.poll.poll(wait_s * 1000):
+            if descriptor == sources.bell:
+                os.eventfd_read(descriptor)
+                continue
+            index = sources.by_descriptor[descriptor]
             replica = self.ready[index]
             replica.heard = time.monotonic()
             try:
@@ -152,6 +174,12 @@ class ReplicaLinks:
                     self._take(index, replica, message)
             except (OSError, EOFError, ValueError):
                 self.lose(index)
+
+    def _current_sources(self) -> _Sources:
+        links = {index: replica.link for index, replica in self.ready.items()}
+        if self._sources is None or (self._sources.links, self._sources.bell) != (links, self._bell):
+            self._sources = _Sources(links, self._bell)
+        return self._sources
 
     def _take(self, index: int, replica: Replica, message: Mapping[str, Any]) -> None:
         if "stats" in message:
@@ -188,10 +216,10 @@ class ReplicaLinks:
         self._fleet.retire(index, at_once=replica is None)
         self._on_loss(index, False)
 
-    def lose_silent(self, busy: Collection[int | None]) -> None:
-        """Give up those of the ``busy`` replicas that stand still."""
+    def lose_silent(self, is_busy: Callable[[int], bool]) -> None:
+        """Give up those of the replicas with requests (``is_busy``, of an index) that stand still."""
         limit = time.monotonic() - MAX_SILENCE_S
-        for index in [i for i, replica in self.ready.items() if i in busy and replica.heard < limit]:
+        for index in [i for i, replica in self.ready.items() if replica.heard < limit and is_busy(i)]:
             logger.error("replica %d gave no sign of life for %g s", index, MAX_SILENCE_S)
             self.lose(index)
 
@@ -245,3 +273,7 @@ class ReplicaLinks:
         for replica in self.ready.values():
             replica.link.close()
         self.ready.clear()
+        with self._bell_lock:
+            if self._bell is not None:
+                os.close(self._bell)
+            self._bell = None

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -142,6 +143,7 @@ class ReplicaProcess:
             except Exception as error:  # noqa: BLE001 -- of what starts it: the server waits to hear of any
                 what = str(error) if isinstance(error, OSError | SpecmambaError) else f"{type(error).__name__}: {error}"
                 failure = f"it cannot be started: {what}"
+                self._give_up()
             if self._closing.is_set():
                 return
             has_run |= failure is None
@@ -153,6 +155,12 @@ class ReplicaProcess:
             logger.error("replica %d has ended with %s, and is started again", index, end)
             pause = FIRST_PAUSE_S if time.monotonic() > began + SHORT_LIFE_S else min(2 * pause, LONGEST_PAUSE_S)
             self._closing.wait(pause)
+
+    def _give_up(self) -> None:
+        """End a process that is not watched any more: another one would wait for what it has."""
+        with self._lock, suppress(Exception):  # whatever ends it may have failed with what watches it
+            if self._process is not None:
+                self._process.kill()
 
     def _start(self) -> Launched:
         """Start the process. Raises OSError."""

@@ -40,8 +40,8 @@ LOST_TOO_OFTEN = "replica after replica has ended with this request: it is not t
 class ReplicatedEngine(Engine):
     """Gives each request to one of several replicas, and passes on what they answer.
 
-    ``step`` computes nothing: it waits a millisecond for deltas. A request whose replica is lost goes on at another
-    one, behind what its client has; where none has room, it waits. Not thread-safe, as ``Engine``.
+    ``step`` computes nothing: it waits for deltas, until something else is to be done. A request whose replica is lost
+    goes on at another one, behind what its client has; where none has room, it waits. Not thread-safe, as ``Engine``.
     """
 
     def __init__(
@@ -136,12 +136,15 @@ class ReplicatedEngine(Engine):
     def step(self) -> list[OutputDelta]:
         """Wait for deltas, for a short time. Raises ReplicaLostError: as ``idle``."""
         self._links.receive(0.0 if self._deltas else WAIT_S)
-        self._links.lose_silent({course.replica for course in self._courses.values()})
+        self._links.lose_silent(self._is_busy)
         self._control.look()
         self._place_all()
         deltas = list(self._deltas)
         self._deltas.clear()
         return deltas
+
+    def _is_busy(self, index: int) -> bool:
+        return any(course.replica == index for course in self._courses.values())
 
     def idle(self) -> float | None:
         """As ``Engine.idle``: the number of replicas follows the load, also where there is none.
@@ -258,6 +261,10 @@ class ReplicatedEngine(Engine):
     def when_due(self, callback: Callable[[], None]) -> None:
         """As ``Engine.when_due``: when a replica cannot be started any more."""
         self._fleet.when_one_is_gone(callback)
+
+    def wake(self) -> None:
+        """As ``Engine.wake``."""
+        self._links.wake()
 
     def close(self) -> None:
         """End all replicas."""

@@ -25,8 +25,8 @@ _PARTS_OF_SAMPLE: Mapping[str, TypeAdapter[Any]] = {
 
 
 def dump_deltas(deltas: list[OutputDelta]) -> list[dict[str, Any]]:
-    """Deltas as values of JSON."""
-    found: list[dict[str, Any]] = _DELTAS.dump_python(deltas, mode="json")
+    """Deltas as values of JSON, without what has its default value, which would be most of them."""
+    found: list[dict[str, Any]] = _DELTAS.dump_python(deltas, mode="json", exclude_defaults=True)
     return found
 
 

@@ -58,6 +58,7 @@ class Running:
     first_token: float | None = None
     end: float | None = None
     node: Node | None = None
+    origin: Node | None = None  # where it has gone on from
     slot: int = 0
     pages: Pages = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of tokens from ``first_page`` on
     first_page: int = 0
@@ -168,6 +169,7 @@ class SimulatedReplica:
             assert pages is not None
             assert slot is not None
             running.pages, running.slot, running.node = pages, slot, match.node
+            running.origin = match.node
             running.num_cached = running.num_run = running.first_page = match.length
             self._plan_states(running, match)
             self.cache.count_request(running.num_to_run, match)
@@ -182,8 +184,11 @@ class SimulatedReplica:
     def _plan_states(self, running: Running, match: Match) -> None:
         end, size = running.num_to_run, self.model.chunk_size
         running.spare = spare_ends(match.length, end, self.model.spare_states, size)
-        running.places = {match.kv_length, end, *running.spare, *range(match.length + size, end, size)}
-        running.places = {place for place in running.places if match.length < place <= end}
+        ends, place = {match.kv_length, end, *running.spare}, match.length
+        running.places = set()
+        while place < end:  # a chunk that ends early moves those behind it
+            place = min(place + size, *(each for each in ends if each > place))
+            running.places.add(place)
 
     def _read(self) -> bool:
         """Compute up to a chunk of the prompts, in order of arrival; says whether there was one."""
@@ -229,6 +234,8 @@ class SimulatedReplica:
         self._insert(running, running.num_tokens, running.slot)
         self._allocator.release(running.pages, pinned=True)
         assert running.node is not None
+        assert running.origin is not None
+        self.cache.touch_branches(running.node, running.origin)
         self.cache.unlock(running.node)
         self._running.remove(running)
-        running.end, running.node = self.now, None
+        running.end, running.node, running.origin = self.now, None, None

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmamba.train.block_head import BlockHead, write_block_head
-from specmamba.train.trainer import STEP_WEIGHT, DraftLoss, DraftTrainer, of_draft, of_target, slice_length
+from specmamba.train.trainer import (
+    STEP_WEIGHT,
+    DraftLoss,
+    DraftTrainer,
+    likeliest_of,
+    of_draft,
+    of_target,
+    slice_length,
+)
 
 TOKENS_OF_ANCHOR = 4  # of a window: one token of so many is an anchor in a step
 
@@ -90,3 +98,18 @@ class BlockTrainer(DraftTrainer):
             return [states], block_loss(states, of_target, self._output)
         latents = links.markov_w1(tokens[:, before])
         return [states, latents], block_loss(states, of_target, self._output, latents, links.markov_w2.weight)
+
+    def _hits(self, chosen: Tensor) -> Tensor:
+        """Which drafts of blocks behind every root are the text's tokens, in the chosen held-out window: [A, S]."""
+        tokens, features, _ = self._windows_on_device(chosen, self._held_out)
+        drafts, links = self.head.shape.num_drafts, self.head.markov_head
+        anchors = torch.arange(1, tokens.shape[1] - drafts, device=tokens.device)
+        states = self.head.states(tokens, features.float(), anchors, self._embedding)
+        before = anchors[:, None] + torch.arange(drafts, device=tokens.device)
+        rows = states[0].flatten(0, 1)
+        if links is None:
+            drafted = likeliest_of(rows, self._output)
+        else:
+            latents = links.markov_w1(tokens[0, before]).flatten(0, 1)
+            drafted = likeliest_of(rows, self._output, latents, links.markov_w2.weight)
+        return drafted.view(before.shape) == tokens[0, before + 1]

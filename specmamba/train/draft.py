@@ -115,8 +115,10 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
                 f"--kind {config.kind}: the head reads behind layers that others follow; the target has one layer"
             )
         pieces = windows.cut(texts.train, config.window_length, config.seed)
-        read = windows.read_windows(config, llm, pieces, layers)
-        data = TrainingData(read, *llm.workbench.target_matrices(), {"texts": texts.digest, "target": digest})
+        ends = [piece[: llm.engine.context_length - 1] for piece in texts.held_out]
+        read, held_out = (windows.read_windows(llm, of, layers) for of in (pieces, ends))
+        matrices, identity = llm.workbench.target_matrices(), {"texts": texts.digest, "target": digest}
+        data = TrainingData(read, held_out, *matrices, identity)
         return Target(texts, prompts, data, layers, llm.engine.context_length, llm.engine.device)
 
 

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ class RunProgress:
     step: int = 0  # optimizer steps done
     elapsed: float = 0.0  # seconds spent in them, over all runs
     smoothed: list[float] | None = None  # moving averages of the steps' values
+    curve: list[dict[str, float]] = field(default_factory=list)  # what was measured at steps of the run
 
 
 @dataclass(frozen=True)

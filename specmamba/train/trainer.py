@@ -119,11 +119,24 @@ def of_draft(
     return entropy, likeliest, said.exp_().mul_(target.sum(-1, keepdim=True)).sub_(target)
 
 
+def likeliest_of(states: Tensor, weight: Tensor, latents: Tensor | None = None, links: Tensor | None = None) -> Tensor:
+    """The likeliest drafts [n] of states [n, H], whose logits may have a part of latents [n, R] and links [D, R]."""
+    found = []
+    for start in range(0, len(states), slice_length(len(weight))):
+        part = slice(start, start + slice_length(len(weight)))
+        logits = F.linear(states[part], weight)
+        if latents is not None and links is not None:
+            logits.addmm_(latents[part], links.T)
+        found.append(logits.argmax(-1))
+    return torch.cat(found)
+
+
 @dataclass(frozen=True)
 class TrainingData:
     """The data that a head is trained on. Matrices are the target's, [V, H] float32."""
 
     windows: Windows
+    held_out: Windows  # of the report's texts, for the curve
     embedding: Tensor
     output: Tensor
     identity: dict[str, str]  # digests of texts and target, which must be the same when a run is resumed
@@ -146,6 +159,7 @@ class DraftTrainer(TrainingLoop):
         self, config: TrainDraftConfig, data: TrainingData, head: Eagle3Head | BlockHead, device: torch.device
     ) -> None:
         self.head, self._config, self._windows, self._device = head.to(device).train(), config, data.windows, device
+        self._held_out = data.held_out
         self._embedding, self._output = data.embedding.to(device), data.output.to(device)
         self._target_ids = None if head.target_ids is None else head.target_ids.to(device)
         peak_lr = config.lr or min(LARGEST_LR, WIDTH_TIMES_LR / head.shape.hidden_size)
@@ -156,22 +170,32 @@ class DraftTrainer(TrainingLoop):
         super().__init__(config, peak_lr, state)
 
     @property
-    def figures(self) -> dict[str, float | list[float]]:
-        """Moving averages: the loss in nats, and the acceptance of each draft in a row.
+    def figures(self) -> dict[str, Any]:
+        """Moving averages: the loss in nats, and the acceptance of each draft in a row; and the held-out curve.
 
         Acceptance is the share of drafts that are the target's likeliest token, on text as it stands.
         """
         loss, *agreement = self.progress.smoothed or [math.nan]
-        return {"loss": loss, "agreement": agreement}
+        return {"loss": loss, "agreement": agreement, "curve": self.progress.curve}
 
     def describe(self) -> str:
         """Name the step and the moving averages."""
         loss, *agreement = self.progress.smoothed or [math.nan]
         shares = " ".join(f"{share:.2f}" for share in agreement)
-        return f"step {self.progress.step}  loss {loss:.3f}  agreement {shares}"
+        curve = self.progress.curve
+        held_out = f"  held out {curve[-1]['accept_length']:.2f}" if curve else ""
+        return f"step {self.progress.step}  loss {loss:.3f}  agreement {shares}{held_out}"
 
     def save(self) -> None:
-        """Write the state that a later run goes on from. Raises ConfigError when the folder cannot be written."""
+        """Write the state that a later run goes on from, with a point of the held-out curve.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        step, curve = self.progress.step, self.progress.curve
+        if not (curve and curve[-1]["step"] == step):
+            length = self.held_out_accept_length()
+            curve.append({"step": step, "seconds": round(self.progress.elapsed, 1), "accept_length": round(length, 4)})
         with errors_of_out(self._config.out):
             super().save()
 
@@ -179,6 +203,15 @@ class DraftTrainer(TrainingLoop):
         """Write the head; arguments as for ``write_head``."""
         assert isinstance(self.head, Eagle3Head)
         write_head(folder, self.head, layers, max_positions)
+
+    @torch.no_grad()
+    def held_out_accept_length(self) -> float:
+        """Tokens per verify of greedy chains along the held-out texts, the mean over all roots: 1 without a hit.
+
+        Drafts behind a hit are made of the text's own tokens in training too, so this is what a replay would accept.
+        """
+        hits = [self._hits(torch.tensor([i])).cumprod(-1).sum(-1) for i in range(len(self._held_out))]
+        return 1.0 + float(torch.cat(hits).float().mean())
 
     def update(self) -> list[float]:
         """Do one optimizer step; return its loss and agreements."""
@@ -196,9 +229,26 @@ class DraftTrainer(TrainingLoop):
         self._optimizer.step()
         return values
 
-    def _windows_on_device(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, features and hidden states of the chosen windows."""
-        of_all = self._windows.tokens, self._windows.features, self._windows.hidden
+    def _hits(self, chosen: Tensor) -> Tensor:
+        """Which drafts of chains behind every root are the text's tokens, in the chosen held-out window: [A, S]."""
+        assert isinstance(self.head, Eagle3Head)
+        tokens, features, _ = self._windows_on_device(chosen, self._held_out)
+        num_steps, weight = self._config.steps_deep, self.head.lm_head.weight
+        embeddings = F.embedding(tokens[:, 1:], self._embedding)
+        states = self.head.states(embeddings, features[:, :-1].float(), num_steps)
+        num_roots = tokens.shape[1] - 1 - num_steps
+        hits = []
+        for step, of_step in enumerate(states):  # the entry after the root's, and so on, predicts the token behind it
+            part = slice(step, step + num_roots)
+            drafted = likeliest_of(of_step[0, part], weight)
+            drafted = drafted if self._target_ids is None else self._target_ids[drafted]
+            hits.append(drafted == tokens[0, step + 2 : step + 2 + num_roots])
+        return torch.stack(hits, 1)
+
+    def _windows_on_device(self, chosen: Tensor, windows: Windows | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, features and hidden states of the chosen windows, those to train on unless others are given."""
+        windows = windows or self._windows
+        of_all = windows.tokens, windows.features, windows.hidden
         tokens, features, hidden = (x[chosen].to(self._device) for x in of_all)
         return tokens, features, hidden
 

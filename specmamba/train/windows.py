@@ -32,7 +32,7 @@ FILE = "own_outputs.jsonl"
 
 @dataclass(frozen=True)
 class Windows:
-    """W windows of S + 1 tokens each, in host memory."""
+    """W windows of S + 1 tokens each, in host memory: those to train on, or the held-out ones."""
 
     tokens: Tensor  # [W, S + 1] int64
     features: Tensor  # [W, S + 1, F] bfloat16, the target's residual stream in front of the layers that are read
@@ -61,14 +61,14 @@ def cut(texts: Sequence[Sequence[int]], length: int, seed: int) -> list[Tokens]:
     return pieces
 
 
-def read_windows(config: TrainDraftConfig, llm: LLM, pieces: Sequence[Tokens], layers: tuple[int, ...]) -> Windows:
-    """Run pieces of ``config.window_length`` tokens through the target.
+def read_windows(llm: LLM, pieces: Sequence[Tokens], layers: tuple[int, ...]) -> Windows:
+    """Run pieces of one length through the target; the last token of each is never run.
 
     Raises:
         RequestError: a token is not in its vocabulary, or its numbers are not finite.
     """
     hidden_size = llm.engine.model.target.hidden_size
-    windows = Windows.empty(len(pieces), config.seq + 1, len(layers) * hidden_size, hidden_size)
+    windows = Windows.empty(len(pieces), len(pieces[0]) - 1, len(layers) * hidden_size, hidden_size)
     with progress_bar("reading the target", len(pieces)) as advance:
 
         def see(index: int, states: Any) -> None:

@@ -6,7 +6,7 @@ needs no trust: what it brings is checked as a whole.
 
 from __future__ import annotations
 
-import heapq
+import logging
 import threading
 import time
 from collections import deque
@@ -17,12 +17,17 @@ from typing import Literal, Protocol
 import numpy as np
 
 from specmamba.cache.tiers.entry import Bytes
+from specmamba.errors import ConfigError
 from specmamba.transfer.peer_link import LinkError, PeerLink
+
+logger = logging.getLogger("specmamba")
 
 CarrierName = Literal["nixl", "mooncake"]
 WINDOW_BYTES = 32 << 20  # of a prompt that is on its way, at the most
 NUM_WINDOWS = 8
-QUIET_S = 60.0  # behind the deadline of a transfer that was given up, until its memory is used again
+MAX_WINDOWS = 32  # with those that were allocated for others into which transfers went on too long
+LOST_S = 60.0  # after which other memory takes the place of a window into which a transfer still goes on
+LOOK_S = 0.1  # between two looks whether a transfer that was given up has ended
 
 
 class Carrier(Protocol):
@@ -50,8 +55,12 @@ class Carrier(Protocol):
             deadline: of ``time.monotonic()``.
 
         Raises:
-            LinkError: "cut", or "slow" at the deadline. What is on its way then may still arrive.
+            LinkError: "cut", or "slow" at the deadline. What is on its way then may still arrive, until ``is_quiet``.
         """
+        ...
+
+    def is_quiet(self, local: int) -> bool:
+        """Whether a ``read`` to this place that was given up, if there was one, writes nothing any more."""
         ...
 
     def close(self) -> None:
@@ -59,7 +68,7 @@ class Carrier(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Window:
     """A piece of the registered memory."""
 
@@ -73,27 +82,59 @@ class Windows:
     def __init__(self, carrier: Carrier) -> None:
         """Allocate the memory, and register it for good: a transfer may go on when its connection is gone."""
         self.carrier = carrier
-        count, nbytes = NUM_WINDOWS, WINDOW_BYTES
-        self._memory = np.zeros(count * nbytes, dtype=np.uint8)
-        carrier.register(self._memory)
-        first = self._memory.ctypes.data
-        self._free = deque(
-            Window(first + start, self._memory[start : start + nbytes]) for start in range(0, count * nbytes, nbytes)
-        )
-        self._given_up: list[tuple[float, int, Window]] = []  # a heap: when it is quiet, its place, and what
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the fields below
+        self._free = deque[Window]()
+        self._given_up: list[tuple[float, Window]] = []  # with the time after which other memory takes its place
+        self._lost: list[Window] = []  # those whose place was taken
+        self._num_all = 0
+        self._allocate(NUM_WINDOWS)
+
+    def _allocate(self, count: int) -> None:
+        memory = np.zeros(count * WINDOW_BYTES, dtype=np.uint8)
+        self.carrier.register(memory)
+        first = memory.ctypes.data
+        starts = range(0, len(memory), WINDOW_BYTES)
+        self._free.extend(Window(first + start, memory[start : start + WINDOW_BYTES]) for start in starts)
+        self._num_all += count
 
     def take(self, deadline: float) -> Window:
-        """Wait for a window. Raises LinkError: "slow" at the deadline."""
+        """Wait for a window.
+
+        Raises:
+            LinkError: "slow" at the deadline; "no_room" at once where transfers that were given up go on in all.
+        """
         with self._changed:
             while True:
-                while self._given_up and self._given_up[0][0] <= time.monotonic():
-                    self._free.append(heapq.heappop(self._given_up)[2])
+                self._look_at_given_up()
                 if self._free:
                     return self._free.popleft()
+                if len(self._given_up) + len(self._lost) == self._num_all:
+                    raise LinkError("no_room")
                 if (left := deadline - time.monotonic()) <= 0:
                     raise LinkError("slow")
-                self._changed.wait(min(left, 1.0))
+                self._changed.wait(min(left, LOOK_S))
+
+    def _look_at_given_up(self) -> None:
+        """Free those that are quiet. A server that is gone without a word may never let one be."""
+        noisy = [pair for pair in self._given_up if not self._free_if_quiet(pair[1])]
+        self._lost = [window for window in self._lost if not self._free_if_quiet(window)]
+        now, num_more = time.monotonic(), MAX_WINDOWS - self._num_all
+        lost = [pair for pair in noisy if pair[0] <= now][:num_more]
+        self._given_up = noisy
+        if not lost:
+            return
+        try:
+            self._allocate(len(lost))
+        except (ConfigError, MemoryError):  # it is tried again
+            logger.warning("there is no memory for transfers in place of what is given up")
+            return
+        self._given_up = [pair for pair in noisy if pair not in lost]
+        self._lost += [window for _, window in lost]
+
+    def _free_if_quiet(self, window: Window) -> bool:
+        if is_quiet := self.carrier.is_quiet(window.place):
+            self._free.append(window)
+        return is_quiet
 
     def give_back(self, window: Window) -> None:
         """Return a window in which nothing is read or written any more."""
@@ -101,11 +142,10 @@ class Windows:
             self._free.append(window)
             self._changed.notify()
 
-    def give_up(self, window: Window, deadline: float) -> None:
-        """Return a window into which a transfer may go on writing, ``deadline`` being its own."""
+    def give_up(self, window: Window) -> None:
+        """Return a window into which a transfer may go on writing: it is used again when the carrier is quiet."""
         with self._changed:
-            quiet_at = max(deadline, time.monotonic()) + QUIET_S
-            heapq.heappush(self._given_up, (quiet_at, window.place, window))
+            self._given_up.append((time.monotonic() + LOST_S, window))
 
 
 def send_parts(link: PeerLink, windows: Windows, parts: Iterable[memoryview]) -> None:
@@ -169,7 +209,7 @@ class Arriving:
         try:
             self._windows.carrier.read(self._address, place, window.place, size, self._link.deadline)
         except BaseException:
-            self._windows.give_up(window, self._link.deadline)
+            self._windows.give_up(window)
             raise
         self._window = window
         self._rest = window.view[:size].data

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from importlib import import_module
 
 from specmamba.cache.tiers.entry import Bytes
 from specmamba.errors import ConfigError
 from specmamba.transfer.carrier import CarrierName
 from specmamba.transfer.peer_link import LinkError
+
+POLL_S = 0.0002
+_RUNS, _DONE, _LATE = 0, 1, -2  # what the library says of a transfer; anything else: it has failed
+_NO_TRANSFER = (0, -1, 2**64 - 1)  # in place of the number of one
 
 
 class MooncakeCarrier:
@@ -36,6 +42,8 @@ class MooncakeCarrier:
         if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, device):
             raise ConfigError(f"{flag}: the transfer engine does not start (code {code}; its own lines say more)")
         self._address = f"{host}:{self._engine.get_rpc_port()}"
+        self._lock = threading.Lock()  # guards the field below
+        self._late: dict[int, int] = {}  # transfers that were given up, by where they write
 
     def register(self, memory: Bytes) -> None:
         """As ``Carrier.register``."""
@@ -48,9 +56,27 @@ class MooncakeCarrier:
         return self._address
 
     def read(self, address: str, remote: int, local: int, nbytes: int, deadline: float) -> None:
-        """As ``Carrier.read``; the library itself gives a transfer up after half a minute (MC_TRANSFER_TIMEOUT)."""
-        if self._engine.transfer_sync_read(address, local, remote, nbytes):
+        """As ``Carrier.read``. Not the library's own read: it keeps a core busy, and knows no deadline."""
+        transfer = self._engine.batch_transfer_async_read(address, [local], [remote], [nbytes])
+        if transfer in _NO_TRANSFER:
             raise LinkError("cut")
+        while (state := self._engine.transfer_check_status(transfer)) in (_RUNS, _LATE):
+            if time.monotonic() > deadline:
+                with self._lock:
+                    self._late[local] = transfer
+                raise LinkError("slow")
+            time.sleep(POLL_S)
+        if state != _DONE:
+            raise LinkError("cut")
+
+    def is_quiet(self, local: int) -> bool:
+        """As ``Carrier.is_quiet``."""
+        with self._lock:
+            transfer = self._late.get(local)
+            if transfer is not None and self._engine.transfer_check_status(transfer) in (_RUNS, _LATE):
+                return False
+            self._late.pop(local, None)  # the library has freed it
+        return True
 
     def close(self) -> None:
         """As ``Carrier.close``: the engine ends with the process, since others may still read."""

@@ -54,7 +54,7 @@ class NixlCarrier:
         self._address = ""
         self._lock = threading.Lock()  # guards the two fields below
         self._agents: dict[str, str] = {}  # names of others' agents by their addresses
-        self._late: list[Any] = []  # transfers that were given up
+        self._late: dict[int, Any] = {}  # transfers that were given up, by where they write
 
     def register(self, memory: Bytes) -> None:
         """As ``Carrier.register``."""
@@ -78,7 +78,7 @@ class NixlCarrier:
                 agent = self._agent_at(address)
                 descriptions = [self._agent.get_xfer_descs([(place, nbytes, 0)], "DRAM") for place in (local, remote)]
                 transfer = self._agent.initialize_xfer("READ", *descriptions, agent)
-                self._wait(transfer, self._agent.transfer(transfer), deadline)
+                self._wait(transfer, self._agent.transfer(transfer), local, deadline)
         except LinkError as error:
             if error.reason == "cut":
                 self._forget(address, agent)
@@ -109,30 +109,29 @@ class NixlCarrier:
             with suppress(LinkError), _errors():  # it is gone
                 self._agent.remove_remote_agent(agent)
 
-    def _wait(self, transfer: Any, state: str, deadline: float) -> None:
+    def _wait(self, transfer: Any, state: str, local: int, deadline: float) -> None:
         while state == "PROC":
             if time.monotonic() > deadline:
                 with self._lock:
-                    self._late.append(transfer)  # it may still write, so its window is given up
+                    self._late[local] = transfer
                 raise LinkError("slow")
             time.sleep(POLL_S)
             state = self._agent.check_xfer_state(transfer)
         self._agent.release_xfer_handle(transfer)
-        self._release_late()
         if state != "DONE":
             raise LinkError("cut")
 
-    def _release_late(self) -> None:
-        """Release transfers that were given up and have ended since."""
+    def is_quiet(self, local: int) -> bool:
+        """As ``Carrier.is_quiet``."""
         with self._lock:
-            late, self._late = self._late, []
-        for transfer in late:
-            if self._runs(transfer):
-                with self._lock:
-                    self._late.append(transfer)
-            else:
-                with suppress(LinkError), _errors():
-                    self._agent.release_xfer_handle(transfer)
+            transfer = self._late.get(local)
+            if transfer is not None and self._runs(transfer):
+                return False
+            self._late.pop(local, None)
+        if transfer is not None:
+            with suppress(LinkError), _errors():
+                self._agent.release_xfer_handle(transfer)
+        return True
 
     def _runs(self, transfer: Any) -> bool:
         with suppress(LinkError), _errors():

@@ -13,6 +13,7 @@ from specmamba.cache.tiers.entry_index import Change, Stored
 from specmamba.cache.tiers.prefix_hash import PrefixHasher
 from specmamba.cache.tiers.tier import Load, TierName, WritePolicy
 from specmamba.cache.tiers.tier_stats import TierCounts, TierMiss, TierStats
+from specmamba.transfer.failure_log import FailureLog
 from specmamba.transfer.handoff_stats import HandoffCounts, HandoffStats
 from specmamba.transfer.peer_link import LinkError
 from specmamba.transfer.transport import Connection, Transport
@@ -61,6 +62,7 @@ class RemoteTier:
         self._open: dict[Load, Connection] = {}  # pulls that have connected
         self._num_pulls = self._bytes_in_flight = 0
         self._counts, self.counts = TierCounts(), HandoffCounts()
+        self._failures = FailureLog()
 
     # ---- for the engine ----------------------------------------------------------------------------------------------
 
@@ -151,7 +153,8 @@ class RemoteTier:
         self._remove(key, own)
         self._num_pulls += 1
         self._bytes_in_flight += load.nbytes
-        self._start(lambda: self._end(load, expected))
+        if not self._start(lambda: self._end(load, expected)):
+            load.end("no_room")
         return load
 
     def release(self, load: Load) -> None:
@@ -216,9 +219,16 @@ class RemoteTier:
             del self._expected[key]
 
     @staticmethod
-    def _start(job: Callable[[], None]) -> None:
+    def _start(job: Callable[[], None]) -> bool:
+        """Do a job on a thread; False: the system has none left, which must not end the engine."""
         # a daemon, so that a prefill server that does not answer cannot keep the process from exiting
-        threading.Thread(target=job, name="specmamba-pull", daemon=True).start()
+        thread = threading.Thread(target=job, name="specmamba-pull", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            logger.exception("no thread for a prompt at a prefill server")
+            return False
+        return True
 
     # ---- threads of pulls --------------------------------------------------------------------------------------------
 
@@ -229,6 +239,8 @@ class RemoteTier:
         except Exception:  # its request must not wait
             logger.exception("a prompt cannot be read from a prefill server")
         is_unwanted = load.is_over
+        if isinstance(result, str) and not is_unwanted:
+            self._failures.tell(expected.source, result)
         load.end(result)
         if is_unwanted and isinstance(result, str):
             self._give_up(expected)  # the prefill server may not have been asked yet

@@ -142,13 +142,23 @@ class TcpTransport:
                 continue
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it is closed, or only TICK_S has passed
+            except TimeoutError:
                 self._places.release()
-                continue
-            thread = threading.Thread(
-                target=self._answer, args=(connection, leases), name="specmamba-handoff", daemon=True
-            )
+            except OSError:  # it is closed, or this process has no descriptor left
+                self._places.release()
+                time.sleep(TICK_S)
+            else:
+                self._begin(connection, leases)
+
+    def _begin(self, connection: socket.socket, leases: Leases) -> None:
+        """Answer on a thread. Where the system has none left the other side misses; those who come later need not."""
+        thread = threading.Thread(target=self._answer, args=(connection, leases), name="specmamba-handoff", daemon=True)
+        try:
             thread.start()
+        except RuntimeError:
+            logger.exception("a handoff cannot be answered")
+            connection.close()
+            self._places.release()
 
     def _answer(self, connection: socket.socket, leases: Leases) -> None:
         try:
@@ -220,6 +230,8 @@ class TcpTransport:
                 link.send({"state": "waiting"})
             except EngineStoppedError:
                 raise LinkError("vanished") from None
+            except MemoryError:
+                raise LinkError("no_room") from None
 
 
 def _name_of(windows: Windows | None) -> str | None:

@@ -29,11 +29,11 @@ def require_exact(loaded: LoadedModel, device: torch.device) -> None:
             "--deterministic needs native code, since PyTorch's sums depend on the number of rows, and there is none "
             "(specmamba doctor says why; SPECMAMBA_NATIVE=0 turns it off)"
         )
-    shape, name = loaded.cache_shape, loaded.architecture
-    if shape.dtype not in EXACT_DTYPES:
-        kind = str(shape.dtype).removeprefix("torch.")
+    dtype = loaded.cache_shape.dtype
+    if dtype not in EXACT_DTYPES:
+        kind = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--deterministic needs float32 or bfloat16, and this model is {kind}: choose --dtype")
-    if shape.state.is_selective and shape.num_state_layers:
-        raise ConfigError(f"--deterministic: {name} has Mamba1 layers, which have no exact form: drop it")
     if layers := inexact_layers(loaded.target):
-        raise ConfigError(f"--deterministic: {name} has {', '.join(layers)}, which has no exact form: drop it")
+        raise ConfigError(
+            f"--deterministic: {loaded.architecture} has {', '.join(layers)}, which has no exact form: drop it"
+        )

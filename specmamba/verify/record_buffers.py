@@ -18,13 +18,16 @@ from specmamba.cache.pool_memory.lazy_memory import give_back_zeros, lazy_zeros
 from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels import gpu, selective_scan, state_copy, state_records
+from specmamba.kernels import gpu, mamba1, selective_scan, state_copy, state_records
 from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.state_records import RecordOperands, RowSet
 from specmamba.verify.state_buffers import HostVerifySlots, Lease, StateBuffers, VerifyPlan, VerifySlots, conv_index
 
-# Exact arithmetic takes the pending records of a row one after the other in each verify, so it pays to fold sooner.
+# Exact arithmetic takes the pending records of a row one after the other in each verify, so it pays to fold sooner. Not
+# for Mamba1: exact folds of the selective scan are calls outside of captured steps.
 MOST_EXACT_PENDING = 3
+# Of Mamba1 each takes an exponential for every entry of the state; kernels/mamba1/README.md has the arithmetic.
+MOST_SELECTIVE_PENDING = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,18 @@ class RecordBuffers(StateBuffers[RecordPlan]):
     adds always fits, since rows that are too full fold first.
     """
 
-    def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        pool: StatePool,
+        num_rows: int,
+        max_nodes: int,
+        device: torch.device,
+        folds_early: bool = True,
+    ) -> None:
+        """Allocate the buffers; ``folds_early``: no state before the newest step's is asked for."""
         super().__init__(pool, max_nodes)
+        self._folds_early = folds_early
         s, layers = shape.state, shape.num_state_layers
         self.capacity = pending_capacity(max_nodes, shape.folds_in_verify)
         self.folds_in_verify = shape.folds_in_verify
@@ -70,7 +83,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             pool.recurrent, self.conv_inputs, *self._records, pool.conv, shape.is_exact
         )
         self._rates = shape.rates
-        self._folds_rows = not s.is_selective and state_records.can_fold_rows(self._all_layers)
+        if s.is_selective:
+            self._folds_rows = mamba1.can_fold_rows(self._all_layers, self._rates)
+        else:
+            self._folds_rows = state_records.can_fold_rows(self._all_layers)
         self.folds_in_plan = layers > 0 and not self.folds_in_verify and self._folds_rows
         self._num_pending = [0] * (num_rows + 1)
         # numbers of records of all layers: [capacity + 1, layers]
@@ -127,6 +143,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Pending records of a row that need not fold before such a tree."""
         # where the verify folds, all of its nodes may be accepted, and the next one must fit behind them
         room = self.capacity - num_nodes - (self.max_nodes if self.folds_in_verify else 0)
+        if not self._folds_early:
+            return room
+        if self._rates is not None:
+            return min(room, MOST_SELECTIVE_PENDING) if self._folds_rows else room
         return min(room, MOST_EXACT_PENDING) if self._all_layers.is_exact else room
 
     def _place(
@@ -148,7 +168,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         folds = slots.folds
         if folds is not None and self.folds_in_plan:
             assert num_pending is not None
-            state_records.fold_rows(self._all_layers, rows.index, slots.state_slots.index, num_pending, folds)
+            self._fold_rows(rows.index, slots.state_slots.index, num_pending, folds)
             folds = None
         index = self._conv_index(tree, num_pending, offset).contiguous()
         checkpoints = slots.state_slots
@@ -221,7 +241,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         k, u, decay = (x.select(1, row).narrow(1, 0, count) for x in self._records)
         state, target = states.select(1, lease.slot).float(), states.select(1, slot)
         if self._rates is not None:
-            folded = selective_scan.fold(state, k, u, decay, self._rates, self._counts[count])
+            scan_fold = selective_scan.fold_exactly if self._all_layers.is_exact else selective_scan.fold
+            folded = scan_fold(state, k, u, decay, self._rates, self._counts[count])
         else:
             out = target if target.dtype is torch.float32 else None
             fold = state_records.fold_exactly if self._all_layers.is_exact else state_records.fold
@@ -237,7 +258,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             self._pool.begin_write(lease.slot, lease.owner)
         if rows and self._folds_rows:
             slots, counts = [lease.slot for lease in leases], [self._num_pending[row] for row in rows]
-            state_records.fold_rows(self._all_layers, *(torch.tensor(x) for x in (rows, slots, counts)))
+            self._fold_rows(*(torch.tensor(x) for x in (rows, slots, counts)))
         else:
             for row, lease in zip(rows, leases, strict=True):
                 self._write_state(row, self.position(row), lease.slot)
@@ -245,6 +266,13 @@ class RecordBuffers(StateBuffers[RecordPlan]):
                 self.conv_inputs.select(1, row).narrow(1, 0, self.window).copy_(window)
         for row in rows:
             self._move_checkpoint(row)
+
+    def _fold_rows(self, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
+        """Advance checkpoints and windows in native code, all layers at once; those of ``folds``, or all."""
+        if self._rates is not None:
+            mamba1.fold_rows(self._all_layers, self._rates, rows, slots, num_pending, folds)
+        else:
+            state_records.fold_rows(self._all_layers, rows, slots, num_pending, folds)
 
     def _move_checkpoint(self, row: int) -> None:
         """Stamp a row's checkpoint, written anew, with the position after all its pending records; drop these."""

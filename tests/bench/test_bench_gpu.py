@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from specmamba import LLM, SamplingParams
 from specmamba.bench.gpu import __main__ as gpu
+from specmamba.bench.gpu import carried, sanitizer
 from specmamba.bench.gpu import rows as gpu_rows
 from specmamba.bench.gpu import run as gpu_run
-from specmamba.bench.gpu import sanitizer
 from specmamba.bench.gpu.__main__ import has_failed, targets_of
 from specmamba.bench.gpu.plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
 from specmamba.bench.gpu.replays import Kernel, summary_of
@@ -101,6 +103,105 @@ main(["bench", "gpu", "--help"])
     assert "gpu" in done.stdout
 
 
+# A process in which pydantic is found in other places than that of this environment alone.
+WITHOUT_PYDANTIC = """
+import subprocess, sys
+from importlib.machinery import PathFinder
+
+class Kept(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name in ("pydantic", "pydantic_core", "annotated_types", "typing_inspection"):
+            path = [folder for folder in sys.path if folder != sys.argv[1]]
+        return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Kept
+"""
+
+
+def run_without_pydantic(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    installed = str(Path(pydantic.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYDANTIC + code, installed, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=300,
+    )
+
+
+class TestCarriedWheels:
+    def test_a_missing_package_is_named_with_the_command_that_carries_it(self) -> None:
+        done = run_without_pydantic("from specmamba.cli import main; main(['bench', 'gpu', '--help'])")
+        assert done.returncode == 1
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        assert "pydantic is not installed here" in done.stderr
+        assert f"carried.py --python {version}" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_are_used_here_and_in_processes_that_are_started(self, tmp_path: Path) -> None:
+        folder, installed = tmp_path / carried.FOLDER, Path(pydantic.__file__).parents[1]
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "all.whl", "w") as wheel:
+            for name in ("pydantic", "pydantic_core", "annotated_types", "typing_inspection"):
+                for file in (installed / name).rglob("*"):
+                    if file.suffix in (".py", ".so"):
+                        wheel.write(file, file.relative_to(installed))
+            wheel.write(installed / "typing_extensions.py", "typing_extensions.py")
+        code = """
+from pathlib import Path
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("carried", sys.argv[2])
+carried = module_from_spec(spec)
+spec.loader.exec_module(carried)
+assert carried.use_carried(Path(sys.argv[3])) == ["all.whl"]
+from contextlib import suppress
+from specmamba.cli import main
+with suppress(SystemExit):
+    main(["bench", "gpu", "--help"])
+import pydantic
+print(pydantic.__file__)
+child = "import pydantic; print(pydantic.__file__)"
+print(subprocess.run([sys.executable, "-S", "-c", child], capture_output=True, text=True, check=True).stdout)
+"""
+        done = run_without_pydantic(code, str(carried.__file__), str(tmp_path))
+        assert done.returncode == 0, done.stderr[-3000:]
+        *_, here, there = done.stdout.split()
+        assert here == there
+        assert "specmamba-carried-" in here
+        assert not Path(here).exists()  # it goes with the process
+
+    def test_are_left_alone_where_nothing_is_missing(self, tmp_path: Path) -> None:
+        (tmp_path / carried.FOLDER).mkdir()
+        (tmp_path / carried.FOLDER / "broken.whl").write_text("no zip")
+        assert carried.use_carried(tmp_path) == []
+
+    def test_are_fetched_for_the_python_of_the_image(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[list[str]] = []
+        statuses = [7, 0]
+
+        def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+            asked.append(command)
+            (Path(command[command.index("--dest") + 1]) / "new.whl").touch()
+            return subprocess.CompletedProcess(command, statuses.pop(0))
+
+        folder = tmp_path / carried.FOLDER
+        folder.mkdir()
+        (folder / "old.whl").touch()
+        monkeypatch.setattr(carried, "ROOT", tmp_path)
+        monkeypatch.setattr(subprocess, "run", run)
+        assert carried.main(["--python", "3.13"]) == 7
+        assert [file.name for file in folder.iterdir()] == ["old.whl"]
+        assert carried.main(["--python", "3.13"]) == 0
+        assert [file.name for file in folder.iterdir()] == ["new.whl"]
+        assert [path.name for path in tmp_path.iterdir()] == [carried.FOLDER]
+        command, _ = asked
+        assert command[command.index("--python-version") + 1] == "3.13"
+        assert command[-1] == "pydantic>=2.12,<3"
+        assert f'"{command[-1]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf8")
+
+
 class Watch:
     """A clock that moves only when a test sets it."""
 
@@ -113,7 +214,14 @@ class Watch:
 
 def session_of(tmp_path: Path, limit_s: float, watch: Callable[[], float]) -> Session:
     report: dict[str, Any] = {"rows": [], "left_out": [], "failed": [], "models": {}, "targets": []}
-    report |= {"tests": None, "sanitizer": None, "operators": None, "texts": None, "dry_run": False}
+    report |= {
+        "small_trees": None,
+        "tests": None,
+        "sanitizer": None,
+        "operators": None,
+        "texts": None,
+        "dry_run": False,
+    }
     return Session(report, tmp_path / "gpu.json", Budget(limit_s, watch), True, lambda line: None)
 
 
@@ -206,12 +314,13 @@ def test_every_row_is_written_at_once_and_a_broken_block_keeps_the_rest(
 
 
 def test_parts_without_time_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = session_of(tmp_path, 50.0, Watch())
-    monkeypatch.setattr(gpu_run, "_run_texts", lambda session: session.report.update(texts="there"))
+    session, started = session_of(tmp_path, 50.0, Watch()), list[str]()
+    monkeypatch.setattr(gpu_run, "_run_small_trees", lambda session: started.append("small trees"))
+    monkeypatch.setattr(gpu_run, "_run_texts", lambda session: started.append("texts"))
     monkeypatch.setattr(gpu_run, "run_rows", lambda session: None)
     gpu_run.run_all(session)
-    assert session.report["texts"] == "there"
     assert [each["what"] for each in session.report["left_out"]] == ["tests", "sanitizer", "operators"]
+    assert started == ["small trees", "texts"]
 
 
 def test_a_model_without_time_or_room_leaves_its_rows_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,11 +399,14 @@ def test_targets() -> None:
 
 
 def test_what_counts_as_failed() -> None:
-    report: dict[str, Any] = {"tests": None, "sanitizer": None, "operators": None, "texts": None, "failed": []}
+    report: dict[str, Any] = dict.fromkeys(("small_trees", "tests", "sanitizer", "operators", "texts"))
+    report["failed"] = []
     assert not has_failed(report)
     assert not has_failed({**report, "texts": texts_of(near_tie=3)})
     assert has_failed({**report, "texts": texts_of(diverged=1)})
-    assert has_failed({**report, "tests": {"passed": False}})
+    for part in ("small_trees", "tests"):
+        assert has_failed({**report, part: {"passed": False}})
+        assert not has_failed({**report, part: {"passed": True}})
     assert has_failed({**report, "operators": {"operators": [{"tests_failed": "FAILED x", "cases": []}]}})
     assert has_failed({**report, "sanitizer": {"racecheck": {"passed": False}}})
     assert not has_failed({**report, "sanitizer": {"racecheck": {"passed": None}, "memcheck": {"passed": True}}})
@@ -354,6 +466,7 @@ def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     report = json.loads(file.read_text())
     assert report["dry_run"]
     assert report["tests"]["passed"]
+    assert report["small_trees"]["passed"], report["small_trees"]
     assert all(found["cases"] for found in report["operators"]["operators"])
     expected = [(block.shape.name, b, block.graphs, block.state) for block in dry_plan() for b in block.batches]
     keys = ("shape", "batch_size", "graphs", "state")

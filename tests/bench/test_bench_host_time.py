@@ -11,6 +11,7 @@ import pytest
 from specmamba import LLM, SamplingParams
 from specmamba.bench import host_time
 from specmamba.cuda_graphs import NativeReplay
+from tests.repository import ROOT
 
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
 SMALL = ["--rounds", "1", "--batches", "2", "--max-tokens", "16", "--temperatures", "0"]
@@ -37,6 +38,50 @@ def test_report_of_stubbed_steps(tmp_path: Path) -> None:
         (d, w) for d in host_time.DRAFTS for w in host_time.STUBBED
     ]
     assert all(0 < row["host_ms"] == row["step_ms"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_native")
+def test_report_beside_another_version(tmp_path: Path) -> None:
+    """The other version is this one."""
+    file = tmp_path / "report.json"
+    assert host_time.main([*FLAGS, *SMALL, "--stubbed", "--against", str(ROOT), "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["results"]
+    assert [row["steps"] for row in rows] == [*host_time.STUBBED, host_time.BEFORE] * len(host_time.DRAFTS)
+    assert all(0 < row["host_ms"] == row["step_ms"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_native")
+def test_speed_beside_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Replayed steps of both: the other version, which is this one, generates the same texts."""
+    file = tmp_path / "report.json"
+    assert host_time.main([*FLAGS, *SMALL, "--against", str(ROOT), "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    rows = report["results"]
+    assert [row["steps"] for row in rows] == [host_time.REPLAYED, host_time.BEFORE] * len(host_time.DRAFTS)
+    assert all(0 < row["host_ms"] < row["step_ms"] for row in rows)
+    assert [row["drafts"] for row in report["ratios"]] == list(host_time.DRAFTS)
+    speeds = [row["tokens_per_second"] for row in rows]
+    for row, own, old in zip(report["ratios"], speeds[::2], speeds[1::2], strict=True):
+        assert row["range"][0] == row["median"] == pytest.approx(own / old, abs=0.05)
+    assert "tokens/s over those of the older version, plain, 2 requests, T 0:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--against", "/nowhere"], "--against: /nowhere is no checkout"),
+        (["--stubbed", "--against", "/nowhere"], "--against: /nowhere is no checkout"),
+    ],
+)
+def test_other_versions_that_cannot_be_timed(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        host_time.main([*FLAGS, *SMALL, *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("needs_native")

@@ -95,6 +95,7 @@ def test_unknown_attacks_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_short_run(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     flags = ["--hostile", "--attack-seconds", "1", "--attack", "stalled log"]

@@ -441,6 +441,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, status: int, build
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_engines(build: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     flags = ["--llama-cpp", str(build), "--formats", "bf16,int8", "--temperatures", "0", "--batch", "2"]

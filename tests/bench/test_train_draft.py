@@ -308,6 +308,9 @@ def test_the_files_of_a_run(finished: tuple[Path, list[list[float]], str], targe
     report = json.loads((out / "report.json").read_text("utf8"))
     assert (report["steps"], report["head"]["draft_vocab_size"]) == (STEPS, 4096)
     assert len(report["agreement"]) == 2
+    assert [point["step"] for point in report["curve"]] == [STEPS]
+    assert 1.0 <= report["curve"][0]["accept_length"] <= 3.0
+    assert f"held out {report['curve'][0]['accept_length']:.2f}" in printed
     assert [report[way]["temperature"] for way in ("sampled", "greedy", "replayed")] == [0.8, 0.0, None]
     for way in ("sampled", "greedy"):
         assert report[way]["lossless"] == {"identical": 2, "near_tie": 0, "diverged": 0}
@@ -345,11 +348,39 @@ def test_a_stopped_run_resumes_to_the_same_values_and_weights(
     assert "stopped: the same command resumes" in console.file.getvalue()
     assert len(values) == stop_after
     assert not (tmp_path / "head").exists()
+    config = config.model_copy(update={"save_every": 4})
     assert draft.train(config, silent(), lambda _, of_step: values.append(of_step)) == 0
     assert values == expected
     ours, theirs = (load_file(out / "head/model.safetensors") for out in (tmp_path, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    resumed, uninterrupted = (json.loads((out / "report.json").read_text("utf8"))["curve"] for out in (tmp_path, whole))
+    assert [point["step"] for point in resumed] == sorted({stop_after, 4, STEPS} - ({4} if stop_after > 4 else set()))
+    assert resumed[-1]["accept_length"] == uninterrupted[-1]["accept_length"]
+
+
+@pytest.mark.parametrize("drafts_all", [True, False])
+def test_the_held_out_curve(drafts_all: bool, tmp_path: Path) -> None:
+    """The same as drafting behind every root by itself, without a state of the target behind it."""
+    config, few = settings(tmp_path, steps_deep=3), 3  # a vocabulary in which chance finds tokens
+    torch.manual_seed(1)
+    some = windows.Windows.empty(2, 20, 2 * 16, 16)
+    generator = torch.Generator().manual_seed(0)
+    some.tokens.random_(few, generator=generator)
+    some.features.normal_(generator=generator)
+    matrix = torch.randn(few, 16, generator=generator)
+    ids = None if drafts_all else torch.tensor([0, 2])
+    shape = HeadShape.of(16, few, 2, None if ids is None else len(ids), num_heads=2, intermediate_size=30)
+    head = Eagle3Head(shape, matrix, [1.0, 1.0], ids)
+    loop = trainer.DraftTrainer(config, trainer.TrainingData(some, some, matrix, matrix, {}), head, torch.device("cpu"))
+    lengths = []
+    for tokens, features in zip(some.tokens.tolist(), some.features.float(), strict=True):
+        for root in range(1, 20 - 3):
+            said = trained_logits(head, matrix, features, tokens[: root + 4], root).argmax(-1).tolist()
+            wrong = [i for i, token in enumerate(said) if token != tokens[root + 1 + i]]
+            lengths.append(1 + (wrong[0] if wrong else 3))
+    assert len(set(lengths)) >= 3
+    assert loop.held_out_accept_length() == pytest.approx(sum(lengths) / len(lengths))
 
 
 @pytest.mark.slow
@@ -394,9 +425,9 @@ def test_the_target_is_closed_while_the_head_is_trained(
     engines: list[weakref.ref[Any]] = []
     real: Callable[..., Any] = windows.read_windows
 
-    def read_windows(config: TrainDraftConfig, llm: LLM, *rest: Any) -> Any:
+    def read_windows(llm: LLM, *rest: Any) -> Any:
         engines.append(weakref.ref(llm.engine.model.target))
-        return real(config, llm, *rest)
+        return real(llm, *rest)
 
     monkeypatch.setattr(windows, "read_windows", read_windows)
     config = settings(tmp_path, model=str(target), text=[str(text)])
@@ -499,7 +530,7 @@ def test_a_step_takes_the_memory_that_is_predicted(
     matrix = torch.randn(vocab_size, 64, generator=torch.Generator().manual_seed(0))
     head = Eagle3Head(shape, matrix, [1.0] * 3)
     run_of_steps = trainer.DraftTrainer(
-        config, trainer.TrainingData(some, matrix, matrix, {}), head, torch.device("cpu")
+        config, trainer.TrainingData(some, some, matrix, matrix, {}), head, torch.device("cpu")
     )
     run_of_steps.step()  # allocates Adam's moments
     head.zero_grad(set_to_none=True)

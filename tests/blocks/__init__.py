@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Variant:
     drafts_at_root: bool = False
     window: tuple[int | None, ...] = (None, None)  # of each layer
     is_causal: tuple[bool, ...] = (False, False)
+    speculators: dict[str, Any] | None = None  # what the config says in the layout of that name; None: its own layout
+    draft_vocab: int | None = None  # tokens that are drafted; None: all of the target's
 
 
 def _markov(kind: str) -> dict[str, Any]:
@@ -56,6 +59,21 @@ VARIANTS = {
         links="selector",
         is_convolved=True,
         window=(9, 9),
+    ),
+    "speculators": Variant(
+        _WINDOW | {"layer_types": [SLIDING, FULL]},
+        {},
+        window=(9, None),
+        is_causal=(True, False),
+        speculators={"sliding_window_non_causal": False},
+        draft_vocab=50,
+    ),
+    "speculators-anchor": Variant(
+        _WINDOW | {"layer_types": [FULL, SLIDING]},
+        {},
+        drafts_at_root=True,
+        window=(None, 9),
+        speculators={"sliding_window_non_causal": True, "sample_from_anchor": True},
     ),
     "dspark": Variant(_SPARK | _markov("vanilla"), {}, links="vanilla", drafts_at_root=True),
     "dspark-gated": Variant(_SPARK, _markov("gated"), links="gated", drafts_at_root=True),
@@ -133,6 +151,10 @@ def block_tensors(width: int, num_reads: int, seed: int) -> dict[str, Tensor]:
 
 def tensors_of_variant(of: Variant, vocab: int, width: int, seed: int) -> dict[str, Tensor]:
     random, tensors = RandomTensors(seed + 1), dict[str, Tensor]()
+    if of.draft_vocab is not None:
+        ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[: of.draft_vocab].sort().values
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(vocab), ids)}
+        tensors["lm_head.weight"] = random.matrix(of.draft_vocab, width)
     if of.links == "selector":
         name = "candidate_selector."
         tensors |= {f"{name}{part}_codebook": 2 * random.matrix(vocab, RANK) for part in ("predecessor", "successor")}
@@ -141,6 +163,8 @@ def tensors_of_variant(of: Variant, vocab: int, width: int, seed: int) -> dict[s
         tensors |= {f"markov_head.markov_w{i}.weight": 2 * random.matrix(vocab, RANK) for i in (1, 2)}
         tensors |= {"confidence_head.proj.weight": random.matrix(1, width + RANK)}
         tensors |= {"confidence_head.proj.bias": torch.ones(1)}
+    elif of.drafts_at_root and of.speculators is None:  # it knows no tokens, and has no bias
+        tensors |= {"confidence_head.proj.weight": random.matrix(1, width)}
     shape = {"gated": (RANK, width + RANK), "rnn": (3 * RANK, 2 * RANK + width)}.get(of.links)
     if shape is not None:
         name = f"markov_head.{'gate' if of.links == 'gated' else 'joint'}_proj"
@@ -157,7 +181,28 @@ def save_block_head(head: BlockFiles, **changes: Any) -> None:
     head.folder.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors, head.folder / "model.safetensors", {"format": "pt"})
     config = {name: value for name, value in {**head.config, **changes}.items() if value is not None}
+    if head.variant.speculators is not None:
+        config = speculators_config(config, head.variant)
     (head.folder / "config.json").write_text(json.dumps(config), "utf8")
+
+
+def speculators_config(config: dict[str, Any], of: Variant) -> dict[str, Any]:
+    """The same config in the layout of vllm-project/speculators, without fields of the layers that are the class's."""
+    inside = {"architectures", "block_size", "dflash_config", "hidden_act", "num_target_layers", "tie_word_embeddings"}
+    settings = config["dflash_config"]
+    return {
+        "architectures": config["architectures"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in settings["target_layer_ids"]],  # what goes into a layer
+        "block_size": config["block_size"],
+        "draft_vocab_size": of.draft_vocab or config["vocab_size"],
+        "mask_token_id": settings["mask_token_id"],
+        "speculators_config": {"algorithm": "dflash", "proposal_methods": [{"speculative_tokens": BLOCK - 1}]},
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.5.0",
+        "target_hidden_size": None,
+        "transformer_layer_config": {name: value for name, value in config.items() if name not in inside},
+        **(of.speculators or {}),
+    }
 
 
 class BlockReference:
@@ -167,11 +212,17 @@ class BlockReference:
         """embedding, output: [V, H], the target's."""
         self.tensors = {name: tensor.double() for name, tensor in head.tensors.items()}
         self._embedding, self._output = embedding.double(), output.double()
+        self._drafted = torch.arange(len(output))
+        if "d2t" in head.tensors:
+            self._output = self.tensors["lm_head.weight"]
+            self._drafted = head.tensors["d2t"] + torch.arange(len(self._output))
         self._mask, self._of = head.config["dflash_config"]["mask_token_id"], head.variant
 
     def __call__(self, features: Tensor, root: int, num_steps: int) -> Tensor:
         """Logits [num_steps, V] behind a root, with the target's features [T, F] at all positions before it."""
-        return self.hidden(features, root, num_steps) @ self._output.T
+        logits = torch.full((num_steps, len(self._embedding)), -torch.inf, dtype=torch.float64)
+        logits[:, self._drafted] = self.hidden(features, root, num_steps) @ self._output.T
+        return logits
 
     def hidden(self, features: Tensor, root: int, num_steps: int) -> Tensor:
         """Hidden states [num_steps, H] that the logits are made of."""
@@ -211,6 +262,8 @@ class BlockReference:
             for candidate in marginal.topk(CANDIDATES).indices.tolist():
                 scores[candidate] = marginal[candidate] + above @ self.tensors[f"{name}successor_codebook"][candidate]
             return scores, state
+        if not kind:
+            return marginal, state
         row, output = (self.tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
         latent = row[token]
         if kind == "gated":
@@ -221,6 +274,18 @@ class BlockReference:
             state = keep * state + (1 - keep) * mixed[RANK : 2 * RANK].tanh()
             latent = mixed[2 * RANK :].tanh()
         return marginal + output @ latent, state
+
+    def accepts(self, hidden: Tensor, above: int) -> float | None:
+        """The probability that the token drafted below ``above`` is accepted, as a confidence head says it.
+
+        hidden: [H], of the block where that token is predicted.
+        """
+        weight = self.tensors.get("confidence_head.proj.weight")
+        if weight is None:
+            return None
+        known = [hidden.double(), *([self.tensors["markov_head.markov_w1.weight"][above]] if self._of.links else [])]
+        bias = float(self.tensors.get("confidence_head.proj.bias", torch.zeros(1)))
+        return 1 / (1 + math.exp(-float(weight[0] @ torch.cat(known)) - bias))
 
     def _convolved(self, name: str, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         if not self._of.is_convolved:

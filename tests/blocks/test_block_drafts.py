@@ -22,8 +22,8 @@ from tests.blocks import write_block_head
 from tests.decisions import decide_at_random, without_measurement
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
 from tests.families import FAMILIES
-from tests.models.test_families_parity import bigrams
 from tests.models.test_model_exact import random_prompts
+from tests.taught import TaughtBlocks, bigrams
 from tests.tiny import write_tiny_checkpoint
 from tests.verify.test_captured_steps import Watched, answer_all, in_pytorch, memory_that_stays
 
@@ -43,26 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "adaptive-directly": {"speculative_adaptive": "auto", "disable_cuda_graph": True},
 }
 Texts = list[tuple[int, ...]]
-
-
-class TaughtBlocks:
-    """Runs a head, but drafts what followed the same tokens in known texts. Its states are the drafted tokens."""
-
-    def __init__(self, head: BlockHead, table: Tensor) -> None:
-        self._head, self._table = head, table
-        self.width, self.block_size, self.variant = head.width, head.block_size, head.variant
-        self.drafts_at_root, self.views, self.links = head.drafts_at_root, head.views, head.links
-        self.combine, self.remember = head.combine, head.remember
-
-    def forward(self, roots: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
-        states = torch.zeros_like(self._head.forward(roots, contexts))
-        for depth in range(states.shape[1]):
-            states[:, depth, 0] = roots
-            roots = self._table[roots].argmax(-1)
-        return states
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._table[hidden[..., 0].long()]
 
 
 class GivenBlocks(TaughtBlocks):
@@ -192,17 +172,17 @@ def check_texts(way: str, folder: Path, plain: Texts, monkeypatch: pytest.Monkey
         accepted = [sum(o.spec.accepted_histogram[depth] for o in outputs) for depth in range(3)]
         assert accepted[0]
         assert sum(accepted[1:])
-        check(preempted(llm.engine), plain, folder, [0, 1, 2])
+        check(preempted(llm.engine, everything), plain, folder, [0, 1, 2])
         assert llm.engine.stats().num_preemptions >= 3
         stats = llm.engine.stats()
         assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
 
 
-def preempted(engine: Engine) -> Texts:
-    """Answer all prompts, with a preemption after two steps of three."""
+def preempted(engine: Engine, ways: Sequence[SamplingParams]) -> Texts:
+    """Answer all prompts in these ways, with a preemption after two steps of three."""
     texts: dict[str, list[int]] = {f"p{i}": [] for i in range(3)}
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(f"p{i}", tuple(prompt), params(i))
+        engine.add_request(f"p{i}", tuple(prompt), ways[i])
     for step in range(1000):
         if not engine.has_unfinished_requests:
             break

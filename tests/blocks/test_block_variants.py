@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,11 +200,11 @@ def test_a_wide_tree(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert max(widths) > 2
 
 
-@pytest.mark.parametrize("variant", ["dflash2", "dspark-rnn"])
+@pytest.mark.parametrize("variant", ["dflash2", "dspark-apart", "dspark-rnn", "dspark-without"])
 def test_offers_for_sizes_that_follow_the_load(
     variant: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The children of the likeliest chain, with the head's own probabilities."""
+    """The children of the likeliest chain, with the head's own probabilities, or with those of its confidence head."""
     head = write_block_head(tmp_path, target, seed=3, variant=variant)
     engine = open_engine(target, head, **COMB | {"speculative_num_steps": 4})
     watcher, drafter = Watcher(engine, monkeypatch), engine.runner.drafter
@@ -214,14 +215,26 @@ def test_offers_for_sizes_that_follow_the_load(
     none = torch.zeros(1, 1)
     offers = [drafted for drafted in watcher.seen if any(drafted.paths.values())]
     assert offers
+    reference, confidences = BlockReference(head, none, none), list[float]()
     for drafted in offers:
-        values = Enumeration(BlockReference(head, none, none), drafted, 3).values
+        values = Enumeration(reference, drafted, 3).values
         for path, logp in drafted.paths.items():
-            assert abs(values[path] - (values[path[:-1]] if path[:-1] else 0.0) - logp) < 1e-3
-            assert path[:-1] == () or path[:-1] == max(
-                (other for other in values if len(other) == len(path) - 1 and other[:-1] == path[:-2]),
-                key=values.get,  # type: ignore[arg-type]
+            above, by_value = path[:-1], [other for other in values if other[:-1] == path[:-1]]
+            best = max(by_value, key=values.__getitem__)
+            of_head = {other: values[other] - (values[above] if above else 0.0) for other in by_value}
+            accepts = reference.accepts(drafted.hidden[len(above)], above[-1] if above else drafted.root)
+            expected = of_head[path]
+            if accepts is not None:
+                confidences.append(accepts)
+                share = (1 - accepts) * math.exp(of_head[path]) / (1 - math.exp(of_head[best]))
+                expected = math.log(accepts if path == best else min(share, accepts))
+            assert abs(expected - logp) < 2e-3
+            assert above == () or above == max(
+                (other for other in values if len(other) == len(above) and other[:-1] == above[:-1]),
+                key=values.__getitem__,
             )
+    if confidences:  # of both kinds, and of what shares the rest
+        assert min(confidences) < 0.3 < 0.7 < max(confidences)
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -250,8 +263,8 @@ def test_copies_of_the_targets_matrices(target: Path, tmp_path: Path) -> None:
 def test_what_a_head_is_said_to_be(target: Path, tmp_path: Path) -> None:
     words = {
         "dflash": "DFlash",
-        "dspark-gated": "DSpark, a gated Markov head of rank 5",
-        "dspark-without": "DSpark without a Markov head",
+        "dspark-gated": "DSpark, a gated Markov head of rank 5, with a confidence head",
+        "dspark-without": "DSpark without a Markov head, with a confidence head",
         "dflash2": "DFlash2, 7 candidates by a selector of rank 5",
     }
     for variant, expected in words.items():
@@ -263,8 +276,7 @@ def test_what_a_head_is_said_to_be(target: Path, tmp_path: Path) -> None:
         }
         draft = model_info(EngineConfig(**given))["draft"]
         assert (draft["kind"], draft["variant"]) == ("dflash", expected)
-        unread = sum(x.numel() for name, x in head.tensors.items() if name.startswith("confidence_head"))
-        assert draft["parameters"] == sum(x.numel() for x in head.tensors.values()) - unread
+        assert draft["parameters"] == sum(x.numel() for x in head.tensors.values())
         assert draft["layers"] == {"attention": 2, "mlp": 2}
 
 
@@ -286,6 +298,8 @@ def test_what_a_head_is_said_to_be(target: Path, tmp_path: Path) -> None:
             CheckpointError,
             "dspark_bonus_anchor True contradicts sample_from_anchor True",
         ),
+        ("dspark-without", {"confidence_head_with_markov": True}, CheckpointError, "but there is no Markov head"),
+        ("dspark", {"confidence_head_with_markov": False}, CheckpointError, "confidence_head.proj.weight"),
         ("dflash2", {"selector_top_k": 1000}, CheckpointError, "selector_top_k 1000 is more than the 131 tokens"),
         ("dflash2", {"conv_group_size": 7}, CheckpointError, "conv_group_size 7 does not divide hidden_size 36"),
         ("dflash2", {"conv_kernel_size": 3}, CheckpointError, "base_kernel"),

@@ -93,7 +93,10 @@ class Checker:
             for block in blocks:
                 assert block.known == texts[request][: len(block.known)]
                 before = features[: len(block.known) - 1]
-                assert_close(block.logits.double(), self._reference(before, block.known[-1], len(block.logits)))
+                expected = self._reference(before, block.known[-1], len(block.logits))
+                is_drafted = expected > -torch.inf
+                assert torch.equal(block.logits > -torch.inf, is_drafted)
+                assert_close(block.logits[is_drafted].double(), expected[is_drafted])
 
 
 def open_engine(target: Path, head: BlockFiles, num_steps: int = BLOCK - 1, **flags: Any) -> Engine:
@@ -216,8 +219,10 @@ def test_settings_that_do_not_fit(target: Path, tmp_path: Path) -> None:
     refuse(CheckpointError, "target_layer_ids should be a list of numbers of layers", target_layer_ids=None)
     refuse(ConfigError, "reads 72 numbers per token, but 1 layers of the target give 36", target_layer_ids=[1])
     refuse(CheckpointError, "block_size 1: a block has a root and a mask at least", block_size=1)
+    refuse(CheckpointError, "block_size 0: a block has a root and a mask at least", block_size=0)
     refuse(CheckpointError, "block_size should be a whole number, but is 'x'", block_size="x")
     refuse(ConfigError, "mask_token_id 131 is not in the target's vocabulary of 131 tokens", mask_token_id=131)
+    refuse(ConfigError, "mask_token_id -1 is not in the target's vocabulary of 131 tokens", mask_token_id=-1)
     refuse(CheckpointError, "mask_token_id should be a whole number, but is None", mask_token_id=None)
     refuse(UnsupportedModelError, "projector_type 'domino' is not supported", projector_type="domino")
     save_block_head(head, dflash_config=3)
@@ -242,7 +247,7 @@ def test_tensors_that_lack_or_are_too_many(target: Path, tmp_path: Path) -> None
         "markov_head.markov_w1.weight": "it is not known where its blocks predict their first token",
         "candidate_selector.successor_codebook": "selector_rank should be a whole number, but is None",
         "layers.0.attention_conv.base_kernel": "conv_kernel_size should be a whole number, but is None",
-        "d2t": "by a map of its own",
+        "d2t": r"d2t is \[3\] of type F32 in .* should be \[131\] of integers",
         "layers.0.hidden_norm.weight": "tensors that the model in its config.json does not have",
         "lm_head.weight": "does not have the lm_head.weight of its draft head",
     }.items():
@@ -259,6 +264,12 @@ def test_kinds_of_heads_are_not_mixed_up(target: Path, head: BlockFiles, tmp_pat
         LLM(model=str(target), speculative_algorithm="dflash", speculative_draft_model_path=str(other.folder))
     with pytest.raises(UnsupportedModelError, match="DFlashDraftModel is a draft head and no model"):
         LLM(model=str(head.folder))
+    (both := tmp_path / "both").mkdir()
+    mixed, nested = write_block_head(both, target, seed=0), {"mask_token_id": 130, "target_layer_ids": list(READS)}
+    save_block_head(mixed, dflash_config=nested, architectures=["LlamaForCausalLMEagle3"])
+    refused(target, mixed, UnsupportedModelError, "mixes kinds of heads: it is a LlamaForCausalLMEagle3 with")
+    save_block_head(mixed, dflash_config=nested, dspark_config={"mask_token_id": 5})
+    refused(target, mixed, CheckpointError, "dflash_config and dspark_config differ in mask_token_id")
 
 
 @pytest.mark.parametrize(

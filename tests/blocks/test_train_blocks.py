@@ -197,7 +197,7 @@ def test_a_step_takes_the_memory_that_is_predicted(
     shape = memory.shape_of(config, 64, vocab_size, 3)
     head = BlockHead(memory.block_shape_of(config, shape, 0), [1.0] * 3)
     matrix = torch.randn(vocab_size, 64, generator=torch.Generator().manual_seed(0))
-    data = trainer.TrainingData(some, matrix, matrix, {})
+    data = trainer.TrainingData(some, some, matrix, matrix, {})
     loop = block_trainer.BlockTrainer(config, data, head, torch.device("cpu"))
     loop.step()  # allocates Adam's moments
     head.zero_grad(set_to_none=True)
@@ -205,6 +205,35 @@ def test_a_step_takes_the_memory_that_is_predicted(
     assert needs.head == 4 * 4 * head.num_parameters
     counted = needs.step + needs.head // 4
     assert 0.5 * counted < peak_bytes(loop) <= counted + 1024
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_held_out_curve(kind: str, tmp_path: Path) -> None:
+    """The same as drafting behind every root by itself, without a state of the target behind it."""
+    config, few = settings(tmp_path, kind=kind, steps_deep=3, markov_rank=4 if kind == "dspark" else 64), 5
+    some = windows.Windows.empty(2, 20, 2 * 16, 16)
+    generator = torch.Generator().manual_seed(0)
+    some.tokens.random_(few, generator=generator)
+    some.features.normal_(generator=generator)
+    matrix = torch.randn(few, 16, generator=generator)
+    shape = HeadShape.of(16, few, 2, None, num_heads=2, intermediate_size=30)
+    torch.manual_seed(1)
+    head = BlockHead(memory.block_shape_of(config, shape, 1), [1.0, 1.0])
+    data = trainer.TrainingData(some, some, matrix, matrix, {})
+    loop = block_trainer.BlockTrainer(config, data, head, torch.device("cpu"))
+    lengths = []
+    for tokens, features in zip(some.tokens, some.features.float(), strict=True):
+        for root in range(1, 20 - 3):
+            known = features.clone()
+            known[root:] = 0
+            with torch.no_grad():
+                said = head.states(tokens[None], known[None], torch.tensor([root]), matrix)[0, 0] @ matrix.T
+                if head.markov_head is not None:
+                    said += head.markov_head.markov_w2(head.markov_head.markov_w1(tokens[root : root + 3]))
+            hits = (said.argmax(-1) == tokens[root + 1 : root + 4]).tolist()
+            lengths.append(1 + (hits.index(False) if False in hits else 3))
+    assert len(set(lengths)) >= 3
+    assert loop.held_out_accept_length() == pytest.approx(sum(lengths) / len(lengths))
 
 
 def test_flags_that_contradict_are_refused(tmp_path: Path) -> None:

@@ -89,6 +89,22 @@ class TestPageAllocator:
         with pytest.raises(RuntimeError, match="while it was pinned"):
             allocator.release(pages, pinned=False)
 
+    @pytest.mark.parametrize(("freed", "given"), [(16, range(16)), (15, None), (3000, range(952, 3000))])
+    def test_pages_that_many_holders_left_are_given_in_order(self, freed: int, given: range | None) -> None:
+        """The next ones of them: of few, and of those behind them, the order is that of their release."""
+        allocator = PageAllocator(freed)
+        pages = allocator.allocate(freed)
+        assert pages is not None
+        shuffled = np.random.default_rng(1).permutation(pages)
+        allocator.release(shuffled, pinned=True)
+        again = allocator.allocate(freed)
+        assert again is not None
+        assert sorted(again) == sorted(pages)
+        if given is None:
+            assert list(again) == list(shuffled)
+        else:
+            assert list(again[: len(given)]) == sorted(again[: len(given)])
+
     def test_random_use(self) -> None:
         """Against a plain list of who holds what, pinned or not."""
         rng = random.Random(1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.tiers import threaded_tier
+from specmamba.cache.tiers import prefix_tiers, threaded_tier
 from specmamba.cache.tiers.disk_tier import DiskTier
 from specmamba.cache.tiers.prefix_tiers import PrefixTiers
 from specmamba.cache.tiers.tier_stats import TierStats
@@ -330,6 +330,34 @@ def test_requests_that_come_together_load_once(damaged: tuple[LLM, Path], prompt
     after = stats(llm)
     assert after.hits - before.hits == 1
     assert after.misses == before.misses
+    check_pools(llm)
+
+
+@pytest.mark.parametrize("most_repeats", [0, 3])
+def test_a_load_whose_beginning_is_evicted_meanwhile_is_repeated(
+    damaged: tuple[LLM, Path],
+    prompt: Tokens,
+    cold: RequestOutput,
+    most_repeats: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, _ = damaged
+    monkeypatch.setattr(prefix_tiers, "MAX_REPEATS", most_repeats)
+    run(llm, prompt)
+    forget(llm)
+    run(llm, prompt[:65])
+    assert tiers(llm).drain()
+    engine, before = llm.engine, stats(llm)
+    engine.add_request("late", prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))
+    engine.scheduler.admit()
+    (load,) = tiers(llm)._loads
+    assert load.chain[0].start == 64
+    engine.cache_manager.cache.reset()
+    deltas = [delta for _ in iter(lambda: engine.has_unfinished_requests, False) for delta in engine.step()]
+    assert tuple(token for delta in deltas for token in delta.token_ids) == cold.token_ids
+    assert deltas[-1].num_cached_tokens == (len(prompt) - 1 if most_repeats else 0)
+    assert stats(llm).hits - before.hits == min(most_repeats, 1)
+    assert stats(llm).misses["no_room"] - before.misses["no_room"] == (not most_repeats)
     check_pools(llm)
 
 

@@ -434,6 +434,26 @@ def test_unfinished_files_of_living_writers_stay(new_tier: NewTier, tmp_path: Pa
     assert not live.exists()
 
 
+def test_a_file_that_is_removed_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process looks for leftovers between the two: of an entry, and of the secret."""
+    lock, attempts, removed = fcntl.flock, itertools.count(), list[int]()
+
+    def clean_up_first(file: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and next(attempts) % 2 == 0:
+            removed.append(EntryFolder(tmp_path / "prefixes").remove_leftovers())
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", clean_up_first)
+    folder, secret = EntryFolder.open(tmp_path / "prefixes")
+    written = folder.write((bytes(32), bytes(32)), [memoryview(b"entry")])
+    assert folder.file(written.name).read_bytes() == b"entry"
+    assert folder.open(folder.path)[1] == secret
+    assert removed == [1, 1]
+    assert sorted(file.name for file in folder.path.iterdir()) == sorted([folder.file(written.name).name, "secret"])
+
+
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from specmamba.processes.unused_memory import SYSTEM_PAGE
 from tests.cache.test_unused_memory import _resident_bytes, whole_pages
 from tests.drafts import DRAFTS
 from tests.elastic import LARGE_STATES, SHAPE, Memory, Text, elastic_pools
+from tests.tiny import write_tiny_checkpoint
 from tests.verify.deferred import deferred, random_delays
 
 Tokens = tuple[int, ...]
@@ -131,6 +133,16 @@ class TestWhatMakesRoom:
         assert cache.peek(memory.request("a", A).key())[0] == 5
         assert cache.peek(memory.request("a", A[:4]).key())[0] == (0 if is_state_older else 2)
 
+    @pytest.mark.parametrize(("pages", "slots"), [(23, 1), (0, 7)])
+    def test_the_line_moves_once_however_much_is_evicted(self, pages: int, slots: int) -> None:
+        memory = small()
+        for text in (A, B, C):
+            memory.end(memory.start(f"{text[0]}", text))
+        assert memory.pools.split is not None
+        assert memory.manager.cache.make_room(pages, slots)
+        assert memory.manager.cache.stats.evicted_states >= 2
+        assert memory.pools.split.stats.num_moves == 1
+
     def test_a_request_may_take_all_memory_but_that_of_its_state(self) -> None:
         memory = small()
         bounds = memory.pools.split.bounds if memory.pools.split is not None else None
@@ -173,6 +185,16 @@ def test_what_is_written_takes_no_memory_behind_the_end() -> None:
         layer[:end].fill_(1)
         assert _resident_bytes(layer[:end]) == whole_pages(layer[:end]).nbytes
         assert _resident_bytes(layer[end:]) == 0
+
+
+def test_a_request_that_joins_others_has_headroom_of_its_own(tmp_path: Path) -> None:
+    """Two answers of 60 tokens do not fit beside each other: the second one waits, in place of being preempted."""
+    model = str(write_tiny_checkpoint(tmp_path / "tiny", seed=0))
+    flags: dict[str, Any] = {"speculative_algorithm": "none", "disable_cuda_graph": True, "max_running_requests": 2}
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with LLM(model=model, dtype="float32", device="cpu", max_total_tokens=120, **flags) as llm:
+        llm.generate([(5, 6, 7, 8) * 3, (9, 10, 11, 12) * 3], params)
+        assert llm.engine.stats().num_preemptions == 0
 
 
 class TestPlan:
@@ -282,6 +304,7 @@ def compare(
     return outputs, stats
 
 
+@pytest.mark.usefixtures("no_headroom")
 @pytest.mark.parametrize("drafts", sorted(DRAFTS))
 def test_texts_are_those_of_fixed_pools(drafts: str, prompts: list[Tokens]) -> None:
     """Cold, hit and preempted, under so much pressure that both kinds of memory move all the time."""
@@ -296,6 +319,13 @@ def test_texts_are_those_of_fixed_pools(drafts: str, prompts: list[Tokens]) -> N
 @pytest.mark.parametrize("kind", sorted(OTHERS))
 def test_texts_with_other_flags(kind: str, prompts: list[Tokens]) -> None:
     compare(prompts, OTHERS[kind], num_slots=7)
+
+
+def test_the_share_of_spare_states_does_not_shrink_with_the_slots() -> None:
+    memory = small(num_slots=8)
+    assert memory.manager._max_spare == 2
+    assert memory.manager.cache.make_room(40, 0)
+    assert (memory.pools.states.num_slots, memory.manager._max_spare) == (2, 2)
 
 
 # --- a load that swings
@@ -321,6 +351,16 @@ def answer(memory: Memory, number: int, prompt: Text, output: Text) -> int:
         run_to(request.num_tokens - 1)
     memory.end(request)
     return request.num_cached_tokens
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_where_texts_part_stays_longer_than_what_they_leave(is_elastic: bool) -> None:
+    memory = Memory.made(1, "lru", 200, 12, 100, is_elastic=is_elastic)
+    document = tuple(range(30))
+    found = [answer(memory, number, (*document, 100 + number, 1, 2), (3, 4)) for number in range(3)]
+    assert found == [0, 0, 30]
+    assert memory.manager.cache.evict_states(memory.pools.states.num_slots - 1)
+    assert memory.manager.peek(memory.request("next", (*document, 99, 1))) == 30
 
 
 def hits(share: float, is_elastic: bool, is_even: bool) -> tuple[list[int], Memory]:

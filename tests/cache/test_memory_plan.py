@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,10 +18,21 @@ from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
+from specmamba.cache.memory.demand import GRAPH_BYTES
 from specmamba.cache.request_table import RequestTable, TokenCounts
-from specmamba.cache.shapes import MISSED_TOKENS, CacheShape, KVShape, StateShape, pending_token_capacity
+from specmamba.cache.shapes import (
+    MISSED_AT_ONCE,
+    MISSED_TOKENS,
+    CacheShape,
+    KVShape,
+    StateShape,
+    pending_token_capacity,
+)
 from specmamba.cache.state_pool import StatePool
+from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
+from specmamba.engine.captured.step_memory import COPIES, KEPT, STREAMS, graph_token_bytes
+from specmamba.engine.loading import load_models
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import aligned, readable
 from specmamba.models.base import LoadOptions
@@ -50,12 +62,18 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    budget: int = PLENTY, max_nodes: int = 4, shape: CacheShape = SHAPE, weight_bytes: int = 0, **flags: Any
+    budget: int = PLENTY,
+    max_nodes: int = 4,
+    shape: CacheShape = SHAPE,
+    weight_bytes: int = 0,
+    graph_token_bytes: int = 0,
+    **flags: Any,
 ) -> MemoryPlan:
     """A plan without room for distributions, tokens that a draft head missed, captured steps, unless flags say so."""
     made: dict[str, Any] = {"speculative_accept": "target", "speculative_adaptive": "off", "disable_cuda_graph": True}
     config = EngineConfig(**(made | flags))
-    return plan_memory(config, shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
+    sizes = CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes
+    return plan_memory(config, shape, *sizes, graph_token_bytes=graph_token_bytes)
 
 
 def arrays_of(thing: object) -> Iterator[Tensor | np.ndarray[Any, Any]]:
@@ -87,7 +105,7 @@ class TestBytes:
         assert made.kv_bytes == num_bytes(kv)
         assert made.state_bytes == num_bytes(states)
         # tokens and features of the MTP drafter
-        pending_tokens = 4 * (pending_token_capacity(4) + 2 * MISSED_TOKENS) * (8 + 4 * 7)
+        pending_tokens = 4 * (pending_token_capacity(4) + 2 * MISSED_TOKENS + MISSED_AT_ONCE) * (8 + 4 * 7)
         per_request = table.kv_slots.nbytes + pending_tokens + sum(x.nbytes for x in counts._tensors or ())
         distributions = 0 if accept == "target" else 3 * 4 * 6 * 4 * VOCAB  # rows, nodes, distributions per node
         assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator) + distributions, abs=8)
@@ -469,6 +487,30 @@ class TestStartUpLines:
         assert captured.draft_token_bytes_per_request - plain.draft_token_bytes_per_request == 4 * VOCAB
         assert not any(line.startswith("captured steps") for line in plain.describe_lines())
 
+    def test_graphs_of_a_gpu(self) -> None:
+        """What they keep of activations is taken from the pools; a request takes that of its nodes, and logits."""
+        flags: dict[str, Any] = {"max_running_requests": 8, "disable_cuda_graph": False}
+        plain, planned = (plan(1 << 34, 16, graph_token_bytes=size, **flags) for size in (0, 1 << 20))
+        assert plain.graph_pool_bytes == 0
+        assert planned.graph_pool_bytes == GRAPH_BYTES + 8 * 16 * ((1 << 20) + 4 * VOCAB)
+        assert planned.total_bytes - plain.total_bytes == planned.graph_pool_bytes
+        per_draft_token = planned.draft_token_bytes_per_request - plain.draft_token_bytes_per_request
+        assert per_draft_token == (1 << 20) + 4 * VOCAB
+        rows = [re.split("  +", line) for line in planned.describe_lines()]
+        assert ["graphs", "192 MiB", "what they keep of activations, estimated"] in rows
+        off = plan(1 << 34, 16, graph_token_bytes=1 << 20, max_running_requests=8, disable_cuda_graph=True)
+        assert off.graph_pool_bytes == 0
+
+    def test_graphs_leave_less_to_pools(self) -> None:
+        flags: dict[str, Any] = {"max_running_requests": 2, "disable_cuda_graph": False, "graph_token_bytes": 1000}
+        plenty = plan(PLENTY, 2, **flags)
+        little = plan(plenty.total_bytes - 4096, 2, **flags)
+        assert little.graph_pool_bytes == plenty.graph_pool_bytes > GRAPH_BYTES
+        assert little.total_bytes <= little.budget_bytes
+        assert little.kv_bytes + little.state_bytes < plenty.kv_bytes + plenty.state_bytes
+        with pytest.raises(ConfigError, match="65 for captured steps"):
+            plan(GRAPH_BYTES, 2, **flags)
+
     def test_snapshots(self) -> None:
         speculation, draft_token = (self.lines(speculative_state="snapshots")[i] for i in (3, 7))
         assert speculation.endswith(
@@ -499,3 +541,21 @@ class TestStartUpLines:
 
     def test_columns(self) -> None:
         assert aligned([("a", "10 B", "x"), ("long", "1 B", "")]) == ["a     10 B  x", "long   1 B"]
+
+
+def test_a_token_takes_what_the_widest_layer_makes() -> None:
+    """Of the demo that is one with a gated delta net: counted from its config."""
+    flags: dict[str, Any] = {"max_running_requests": 2, "dtype": "bfloat16", "speculative_algorithm": "none"}
+    config = EngineConfig(**flags)
+    folder = resolve_checkpoint(config.model_path, config.revision)
+    models = load_models(folder, config, CPU, only_shapes=True)
+    c = json.loads((folder / "config.json").read_text("utf8"))
+    heads, hidden = c["linear_num_value_heads"], c["hidden_size"]
+    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    values = heads * c["linear_value_head_dim"]
+    made = 2 * keys + 2 * values + 2 * heads + hidden + 2 * c["intermediate_size"] + hidden
+    in_float32 = 2 * keys + 2 * values + 2 * heads
+    expected = 2 * (COPIES * made + (STREAMS + KEPT) * hidden) + 4 * in_float32
+    assert graph_token_bytes(config, models, torch.device("cuda")) == expected
+    assert graph_token_bytes(config, models, CPU) == 0
+    assert graph_token_bytes(EngineConfig(**flags, disable_cuda_graph=True), models, torch.device("cuda")) == 0

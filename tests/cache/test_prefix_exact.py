@@ -73,7 +73,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     runs: list[tuple[str, int, int]] = []
     real = Runner.extend
 
-    def extend(self: Runner, batch: Any) -> list[bool]:
+    def extend(self: Runner, batch: Any) -> torch.Tensor:
         runs.extend((run.request.request_id, run.start, run.length) for run in batch)
         return real(self, batch)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,8 +65,9 @@ def test_verify_finds_damage_and_changes_nothing(folder: Path, capsys: pytest.Ca
     assert len(listed(folder, capsys)) == 4
 
 
-def test_prune_removes_what_is_of_no_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(of_text(folder, 50), 50)  # the header: the entry behind it is cut off
+@pytest.mark.parametrize("place", [50, -1], ids=["header", "content"])
+def test_prune_removes_what_is_of_no_use(place: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(of_text(folder, 50), place)  # the entry behind it is cut off
     (folder / ".1-a-0.tmp").write_bytes(b"begun")
     assert main(["prune", str(folder)]) == 0
     assert capsys.readouterr().out == "removed 2 entries and 1 unfinished files; 2 entries are left\n"
@@ -83,6 +86,13 @@ def test_prune_to_a_size_keeps_what_was_used_last_and_whole_chains(
     put(tier, TEXT[:50])
     assert ends(tier, TEXT) == [50]
     tier.close()
+
+
+def test_a_reader_that_has_read_enough(folder: Path) -> None:
+    command = f"{sys.executable} -m specmamba cache ls {folder} --json"
+    found = subprocess.run(f"{command} | true; echo ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    assert (found.stdout, found.stderr) == ("0\n", "")
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:

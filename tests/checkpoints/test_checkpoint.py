@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specmamba import LLM
 from specmamba.checkpoints.checkpoint import read_config, resolve_checkpoint, text_config
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specmamba.models.registry import ARCHITECTURES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -294,6 +296,22 @@ class TestConfig:
         write_config(tmp_path, architectures=["OtherForCausalLM"], model_type="other")
         with pytest.raises(UnsupportedModelError, match=r"OtherForCausalLM .* has models for: A, B"):
             read_config(tmp_path, ["B", "A"])
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "missing"),
+        [
+            ("Glm5NextForConditionalGeneration", "glm5_next", "indexer .*hyper-connections"),
+            ("KimiK3ForConditionalGeneration", "kimi_k3", "attention residuals"),
+        ],
+    )
+    def test_what_relatives_lack_is_named(self, tmp_path: Path, name: str, kind: str, missing: str) -> None:
+        write_config(tmp_path, architectures=[name], model_type=kind)
+        with pytest.raises(UnsupportedModelError, match=rf"is a {name} model, of which .*{missing}.* are missing"):
+            read_config(tmp_path, tuple(ARCHITECTURES))
+        for file in ("model.safetensors", "tokenizer.json"):
+            (tmp_path / file).write_text("{")  # neither is looked at before
+        with pytest.raises(UnsupportedModelError, match=missing):
+            LLM(model=str(tmp_path))
 
     @pytest.mark.parametrize("names", [None, [], [3], "Qwen3_5ForCausalLM"])
     def test_no_architecture(self, tmp_path: Path, names: object) -> None:

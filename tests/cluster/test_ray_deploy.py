@@ -31,10 +31,10 @@ from tests.cluster.test_ray_serve import (
     descendants,
     environment_of,
     expected_of,
-    free_port,
     wait_for_start,
 )
 from tests.fake_engine import streamed, wait_until
+from tests.processes import unassigned_port
 from tests.replicas.test_replicated_engine import is_alive
 from tests.replicas.test_scaling import EXACT
 
@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Cluster]:
-    port = free_port()
+    port = unassigned_port()
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # of a short name: Ray's sockets lie below it
         file, log, key = Path(folder, "it.yaml"), Path(folder, "log"), Path(folder, "operator")
         key.write_text("the-operator")

@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ import pytest
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from tests.fake_engine import streamed, wait_until
+from tests.processes import unassigned_port
 from tests.replicas.test_replicated_engine import FLAGS, add, finish, is_alive, outputs
 
 pytestmark = [
@@ -83,14 +81,6 @@ def descendants(root: int) -> list[int]:
     return found[1:]
 
 
-def free_port() -> int:
-    """A port that is free, of those that the system gives to none by itself: Ray's processes take many of these."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
-
-
 def environment_of(folder: str, num_cpus: int = 2) -> dict[str, str]:
     """The environment of a Ray with so many CPUs that keeps its files in a folder."""
     return {
@@ -105,7 +95,7 @@ def environment_of(folder: str, num_cpus: int = 2) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    port = free_port()
+    port = unassigned_port()
     arguments = {**FLAGS, "dp_size": 2, "admin_key": "the-operator", "replica_cpus": 1, "ingress_cpus": 0}
     application = {"name": "it", "route_prefix": "/", "import_path": "specmamba.cluster:app", "args": arguments}
     options = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}

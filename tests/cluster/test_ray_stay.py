@@ -27,9 +27,9 @@ from tests.cluster.test_ray_serve import (
     descendants,
     environment_of,
     expected_of,
-    free_port,
 )
 from tests.fake_engine import streamed
+from tests.processes import unassigned_port
 from tests.replicas.test_replicated_engine import FLAGS, is_alive
 
 pytestmark = [
@@ -59,7 +59,8 @@ class Head:
         """Run the command with a file that names another address, to its end."""
         file = self.folder / "it.yaml"
         resources = {"replica_cpus": 1, "ingress_cpus": 0}
-        whole = {"name": "it", "ray_address": "auto", "http": {"port": free_port()}, "resources": resources, **said}
+        http = {"port": unassigned_port()}
+        whole = {"name": "it", "ray_address": "auto", "http": http, "resources": resources, **said}
         file.write_text(json.dumps(whole))  # which is YAML too
         command = [sys.executable, "-m", "specmamba", "deploy", str(file), *options]
         return subprocess.run(
@@ -75,7 +76,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    port = free_port()
+    port = unassigned_port()
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # of a short name: Ray's sockets lie below it
         environment = environment_of(folder)
         command = [sys.executable, "-c", HEAD, str(port)]

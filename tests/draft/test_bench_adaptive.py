@@ -10,7 +10,7 @@ import pytest
 from specmamba.bench import adaptive
 
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
-SMALL = ["--rounds", "1", "--batches", "2", "--max-tokens", "16", "--temperatures", "0"]
+SMALL = ["--rounds", "1", "--warm-rounds", "8", "--batches", "2", "--max-tokens", "16", "--temperatures", "0"]
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +28,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(costs.read_text())["entries"]
 
 
+@pytest.mark.long
 def test_cells_of_given_text_and_given_acceptance(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     more = ["--replay", "--synthetic-acceptance", "0,1", "--json", str(file)]

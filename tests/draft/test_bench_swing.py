@@ -245,6 +245,7 @@ def test_all_servers_end_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     flags = ["--rounds", "1", "--clients", "1,2", "--requests", "1", "--max-tokens", "8", "--max-total-tokens", "4096"]

@@ -7,10 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from specmamba.draft.sizing.allowance import AT_FIRST, LEAST, MOST, OVERDRAFT, SHARE, Allowance
+from specmamba.draft.sizing.rounds import MOST_SLOWER, Round, SizedBatch
 from specmamba.draft.sizing.schedule import (
+    CALM_ROUND,
     LAST_PROBE,
+    LONG_ROUND,
     MOST_INTERVAL,
+    ROUND,
     SETTLING_STEPS,
+    SHORT_ROUND,
     TIMED_STEPS,
     DraftSchedule,
     DraftSize,
@@ -288,8 +294,7 @@ def test_a_try_that_pays_goes_on_until_drafts_change() -> None:
     schedule = off_steps(20)
     sizes = looks_of(schedule, rates(10, 9, 14, 8), 400)
     first = next(i for i, size in enumerate(sizes) if size.depth and not size.is_probe)
-    assert all(size.depth == 1 for size in sizes[first : first + 8])
-    assert all(size.depth == 2 for size in sizes[first + 8 : first + 40])
+    assert all(size.depth == 2 for size in sizes[first : first + 40])  # the best of the others is looked at first
     assert schedule.depth == 2
 
 
@@ -331,6 +336,29 @@ def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -
     assert schedule.next(ANY)[0] == DraftSize(2)
 
 
+def test_what_hears_repeats_is_told_whether_a_try_is_due() -> None:
+    schedule = off_steps(40)
+    schedule._tries.until["other"] = schedule._until_probe = 4000
+    assert not schedule.hear(0.29, 16)
+    assert schedule.hear(0.31, 16)
+    assert not schedule.hear(0.9, 16)  # too soon behind the other one
+
+
+def test_decisions_last_longer_where_nothing_asks_for_a_change() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 11, 14, 12), 8)
+    schedule._tries.until = dict.fromkeys(schedule._tries.until, 4000)
+    assert schedule.next(ANY)[1] == ROUND
+    schedule.judge(rates(10, 11, 14, 12), ROUND)
+    assert schedule.next(ANY)[1] == CALM_ROUND
+    schedule.judge(rates(10, 11, 14, 100), ROUND)
+    assert schedule.next(ANY)[1] == SHORT_ROUND
+    off = off_steps(40)
+    off._tries.until["other"] = off._until_probe = 4000
+    off._probe_interval = 4000
+    assert off.next(ANY) == (DraftSize(0), LONG_ROUND)
+
+
 def test_tries_of_repeated_text_that_do_not_pay_become_rare() -> None:
     schedule, num_tries = off_steps(40), 0
     for i in range(1000):
@@ -346,3 +374,74 @@ def test_repeated_text_changes_nothing_while_drafts_are_on() -> None:
     before = dict(schedule._tries.until)
     schedule.hear(1.0, 16)
     assert schedule._tries.until == before
+
+
+def lossy_steps(schedule: DraftSchedule, of_plain: float, number: int) -> tuple[float, int]:
+    """What drafts lose, in plain steps, and how many steps are made: each draft takes so many and brings 1 token."""
+    lost, made = 0.0, 0
+    while made < number:
+        size, count = schedule.next(ANY)
+        schedule.passed(count, count)
+        if size.depth:
+            schedule.charge(count * of_plain, count, 1.0)
+            schedule.judge(rates(10, 12, 14, 8), count)  # it is always thought that they pay
+            lost += count * (of_plain - 1.0)
+        made += count
+    return lost, made
+
+
+def test_drafts_that_never_pay_lose_a_percent_of_the_time_whatever_is_thought_of_them() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 12, 14, 8), 8)
+    assert schedule.depth == 2
+    lost, _ = lossy_steps(schedule, 2.0, 2000)
+    assert lost <= AT_FIRST + OVERDRAFT + 0.0075 * 2000 + 24
+    lost, made = lossy_steps(schedule, 2.0, 20_000)
+    assert 0.002 * made < lost < 0.01 * made  # they are still tried, in case that they pay
+
+
+def test_drafts_that_pay_are_never_stopped_and_their_gains_are_not_kept_for_long() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 12, 14, 8), 8)
+    lossy_steps(schedule, 0.7, 5000)
+    assert schedule.depth == 2
+    assert schedule._tries.allowance.left <= MOST
+    lost, _ = lossy_steps(schedule, 2.0, 2000)
+    assert lost <= MOST + OVERDRAFT + 0.0075 * 2000 + 24
+    assert schedule.depth == 0
+
+
+def test_each_number_of_requests_has_an_allowance_of_its_own() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 12, 14, 8), 8)
+    lossy_steps(schedule, 3.0, 2000)
+    assert schedule.depth == 0
+    schedule.restart(rates(10, 12, 14, 8), 2)
+    assert schedule.depth == 2
+
+
+def test_text_that_repeats_itself_is_tried_though_nothing_is_left() -> None:
+    schedule = off_steps(300)
+    schedule.charge(AT_FIRST + MOST, 0, 1.0)
+    assert not any(size.depth for size in steps_of(schedule, 100))
+    schedule._tries.allowance.left = -1.0
+    assert not any(size.depth for size in steps_of(schedule, 100))
+    schedule.hear(0.6, 64)
+    assert schedule.next(ANY)[0].depth
+
+
+def test_a_machine_that_was_slow_ends_no_drafts_for_ever() -> None:
+    allowance = Allowance()
+    allowance.charge(100_000.0, 2, 1.0)
+    assert allowance.left == LEAST
+    allowance.pass_steps(round(-LEAST / SHARE) + 1)
+    assert allowance.may_try
+
+
+def test_a_step_that_was_held_up_loses_little() -> None:
+    """The first step of a round may take longer, since it runs what the drafter has missed."""
+    size = SizedBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 4), lambda: 0)
+    done = Round(size, (0,), DraftSize(2), 0, None)
+    for seconds in (8.0, *[2.0] * 14, 1000.0):
+        done.note(seconds, [[1, 2]])
+    assert (done.drafted_seconds, done.drafted_tokens) == (8.0 + 14 * 2.0 + MOST_SLOWER * 2.0, 32)

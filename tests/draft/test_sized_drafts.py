@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specmamba import LLM, SamplingParams
+from specmamba.cache.shapes import MISSED_AT_ONCE, MISSED_TOKENS
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.draft.heads import MTPDrafter, missed_steps
@@ -140,10 +141,11 @@ def test_the_drafter_skips_steps_and_runs_their_tokens_when_it_comes_back(
 def test_what_was_missed_too_long_ago_is_nothing_and_the_rest_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     always, entries, _ = entries_after([DraftSize(1)] * 100, True, monkeypatch, 44)
     monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 16)
+    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 5)
     texts, found, _ = entries_after([NOTHING] * 40 + [DraftSize(3)] * 60, True, monkeypatch, 46)
     assert texts == always
     is_nothing = found.flatten(1).abs().sum(1) == 0
-    assert is_nothing.sum() == 40 + 1 - 16
+    assert is_nothing.sum() == 40 + 1 - 15  # three runs of 5
     end = int(is_nothing.nonzero()[-1])
     assert not is_nothing[end + 1 :].any()
     number = int(is_nothing.nonzero()[0])
@@ -158,6 +160,7 @@ def test_a_row_that_sat_out_comes_back_without_what_it_missed(num_kept: int, mon
     with LLM(dtype="float32", speculative_algorithm="none") as llm:
         plain = [out.text for out in llm.generate(PROMPTS[:2], params)]
     monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 8)
+    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 2)
     with LLM(dtype="float32", speculative_adaptive="auto") as llm:
         sizer, ready = llm.engine.runner.sizer, llm.engine.constraints.ready
         assert sizer is not None
@@ -187,18 +190,19 @@ def test_a_row_that_sat_out_comes_back_without_what_it_missed(num_kept: int, mon
 
 def test_missed_tokens_of_rows_that_take_part_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 4)
+    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 1)
     missed = missed_steps.MissedSteps()
     for number in range(3):
-        missed.add(((1, 2), [[10 + number], [20 + number]], torch.full((2, 1, 3), float(number))))
+        missed.add((1, 2), [[10 + number], [20 + number]], torch.full((2, 1, 3), float(number)))
     for number in range(3, 6):
-        missed.add(((2,), [[20 + number]], torch.full((1, 1, 3), float(number))))
+        missed.add((2,), [[20 + number]], torch.full((1, 1, 3), float(number)))
     one, two = missed.take(1), missed.take(2)
     assert (one.num_lost, one.newest_lost, one.tokens) == (2, 11, [12])
     assert (two.num_lost, two.tokens, two.states[:, 0].tolist()) == (2, [22, 23, 24, 25], [2, 3, 4, 5])
     assert not missed
-    missed.add(((1,), [[7]], torch.zeros(1, 1, 3)))
+    missed.add((1,), [[7]], torch.zeros(1, 1, 3))
     for number in range(4):
-        missed.add(((2,), [[number]], torch.zeros(1, 1, 3)))
+        missed.add((2,), [[number]], torch.zeros(1, 1, 3))
     one = missed.take(1)
     assert (one.num_lost, one.newest_lost, one.tokens) == (1, 7, [])
 
@@ -207,12 +211,51 @@ def test_missed_steps_of_several_tokens_between_those_of_one() -> None:
     missed = missed_steps.MissedSteps()
     states = torch.arange(20.0).reshape(2, 10, 1)
     for first, decided in ((0, [[1], [51]]), (1, [[2], [52]]), (2, [[3, 4], [53]]), (4, [[5], [54]]), (5, [[6], [55]])):
-        missed.add(((1, 2), decided, states[:, first : first + max(map(len, decided))]))
+        missed.add((1, 2), decided, states[:, first : first + max(map(len, decided))])
     missed.forget(2)
-    missed.add(((1, 2), [[7], [61]], states[:, 6:7]))
+    missed.add((1, 2), [[7], [61]], states[:, 6:7])
     one, two = missed.take(1), missed.take(2)
     assert (one.tokens, one.states.flatten().tolist()) == ([1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6])
     assert (two.tokens, two.states.flatten().tolist()) == ([61], [16])
+
+
+def test_missed_steps_whose_states_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of captured steps, in between steps of other rows."""
+    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 4)
+    missed, states, others = missed_steps.MissedSteps(), torch.zeros(2, 1, 3), torch.zeros(1, 1, 3)
+    again = []
+
+    def add(rows: tuple[int, ...], found: torch.Tensor, number: int) -> None:
+        found.fill_(number)
+        decided = [[100 * row + number] for row in rows]
+        again.append(missed.add_again(rows, decided, found))
+        if not again[-1]:
+            missed.add(rows, decided, found)
+
+    for number in range(6):
+        add((1, 2), states, number)
+    for number in range(6, 8):
+        add((2,), others, number)
+    add((1, 2), states, 8)
+    missed.forget(1)
+    for number in range(9, 11):
+        add((1, 2), states, number)
+    assert again == [False, False, True, True, False, True, False, False, False, False, True]
+    one, two = missed.take(1), missed.take(2)
+    assert (one.tokens, one.states[:, 0].tolist()) == ([109, 110], [9, 10])
+    assert (two.tokens, two.states[:, 2].tolist()) == ([200 + i for i in range(11)], list(range(11)))
+
+
+@pytest.mark.parametrize("steps_alike", [1, 3, 100])
+def test_missed_steps_of_changing_rows_take_the_planned_memory(steps_alike: int) -> None:
+    missed, states = missed_steps.MissedSteps(), torch.zeros(2, 1, 8)
+    for number in range(1000):
+        rows = (0, 1 + number // steps_alike % 2)
+        if not missed.add_again(rows, [[1], [2]], states):
+            missed.add(rows, [[1], [2]], states)
+    held = sum(run.states.nbytes for run in missed._runs)
+    assert held <= (MISSED_TOKENS + 2 * MISSED_AT_ONCE) * states.nbytes
+    assert len(missed.take(0).tokens) >= MISSED_TOKENS - MISSED_AT_ONCE
 
 
 def learned(**flags: Any) -> tuple[list[str], Any]:

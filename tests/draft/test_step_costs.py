@@ -65,7 +65,7 @@ def test_a_kind_is_at_most_twice_what_the_measurement_says_of_it() -> None:
         known.observe(1, 1, False, 1.0, 1.0, 8)
         known.observe(1, 4, True, 1.8, 1.8 * 8, 8)
     assert known.ratio(1, 4, True) / known.ratio(1, 1, False) <= 4.0  # one twice as slow, the other twice as fast
-    assert 0.5 <= known.ratio(2, 2, False) / math.exp(known._speed) <= 2.0
+    assert 0.5 <= known.ratio(2, 2, False) / math.exp(known.ratios.speed) <= 2.0
 
 
 def test_times_of_a_busy_machine_are_corrected_kind_by_kind() -> None:
@@ -89,6 +89,17 @@ def test_a_difference_between_kinds_is_found_though_the_machine_drifts() -> None
     assert known.ratio(1, 4, True) / known.ratio(1, 1, False) == pytest.approx(1.5, rel=0.08)
 
 
+def test_drafts_that_take_longer_than_predicted_say_nothing_about_plain_steps() -> None:
+    """They may be thought to pay because of a wrong prediction: plain steps must not be thought slower with them."""
+    known = costs()
+    for _ in range(20):
+        known.observe(1, 1, False, 1.0, 1.0, 48)
+    for num_steps in (10, 4, 4, 16, 16):
+        known.observe(1, 4, True, 1.8, 1.8 * 1.5, num_steps)
+        assert known.ratio(1, 1, False) == pytest.approx(1.0, abs=0.04)
+        assert known.ratio(1, 4, True) == pytest.approx(1.5, abs=0.06)
+
+
 def test_a_machine_that_slows_down_moves_no_factor_of_a_kind() -> None:
     known = costs()
     for _ in range(10):
@@ -98,7 +109,7 @@ def test_a_machine_that_slows_down_moves_no_factor_of_a_kind() -> None:
     for _ in range(40):
         known.observe(1, 4, True, 1.8, 2.7 * 1.3)
     assert known.ratio(1, 4, True) == pytest.approx(1.5 * 1.3, rel=0.05)
-    assert known.ratio(1, 4, True) / known.ratio(1, 1, False) == pytest.approx(before, rel=0.01)
+    assert known.ratio(1, 4, True) / known.ratio(1, 1, False) == pytest.approx(before, rel=0.03)
 
 
 def test_one_slow_step_moves_a_ratio_little() -> None:

@@ -201,6 +201,28 @@ class TestEngine:
         assert engine.stats().num_preemptions == 0
         assert Counter(run(engine)) == {"a": 12, "b": 1}
 
+    @pytest.mark.parametrize(
+        ("num_left", "num_tokens", "is_admitted"),
+        [
+            (20, 100, True),  # what runs may write 20 more, and not 64
+            (120, 60, True),  # 64 are left to it, and not 120
+            (120, 100, False),
+        ],
+    )
+    def test_admission_leaves_room_to_what_runs(
+        self, num_left: int, num_tokens: int, is_admitted: bool, tiny: str
+    ) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=4, max_total_tokens=160)
+        add(engine, "first", "a", max_tokens=num_left)
+        engine.step()
+        params = change(GREEDY, max_tokens=2, stop=(), stop_token_ids=(), ignore_eos=True)
+        engine.add_request("second", [1 + number % 7 for number in range(num_tokens)], params, owner=Owner("a"))
+        engine.step()
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting) == ((2, 0) if is_admitted else (1, 1))
+        assert sorted(run(engine)) == ["first", "second"]  # it waits, and is not refused
+        assert engine.stats().num_preemptions == 0
+
     def test_nothing_yields_without_a_prefix_cache(self, tiny: str) -> None:
         engine = build(tiny, mtp=0, max_running_requests=2, disable_radix_cache=True)
         for number in range(2):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specmamba.kernels import gpu
+from tests.kernels.interpreter import quicken_interpreter
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,6 +38,8 @@ def gpu_device() -> str:
     """Where Triton kernels run: on the GPU, and where there is none on the CPU, through Triton's interpreter."""
     if not gpu.has_triton():
         pytest.skip("needs triton: pip install 'specmamba[gpu]'")
+    if not torch.cuda.is_available():
+        quicken_interpreter()
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -85,3 +85,22 @@ def test_a_form_that_does_not_exist_is_refused(example: Operator) -> None:
     missing: Form = "triton"
     with pytest.raises(ValueError, match="raised has no form 'triton', only native, torch"):
         example.load(missing)
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "capability", "expected"),
+    [
+        ("cuda", None, 9, {"maxnreg": 168}),
+        ("cuda", None, 8, {}),
+        ("cuda", "7.0", 9, {}),
+        ("cpu", None, 9, {}),
+    ],
+)
+def test_limits_of_registers(
+    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, capability: int, expected: dict[str, int]
+) -> None:
+    """Only NVIDIA's assembler is told one, from a generation of GPUs on."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(gpu, "_capability", lambda _: capability)
+    assert gpu.register_options(gpu.Registers(168, since=9), torch.device(device)) == expected
+    assert gpu.register_options(None, torch.device(device)) == {}

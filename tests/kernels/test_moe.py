@@ -373,6 +373,28 @@ class TestRouting:
         self.assert_same(got, reference.softmax_routing(logits, k, renormalise))
         assert bool((got.weights.sum(-1) < 0.999).any()) == (not renormalise and k < 8)
 
+    @pytest.mark.usefixtures("needs_native")
+    @pytest.mark.parametrize(("experts", "k"), [(1, 1), (8, 3), (64, 8), (513, 10)])
+    def test_softmax_in_native_code(self, experts: int, k: int) -> None:
+        """Of scores far apart too; a token's bits do not depend on the others."""
+        logits = 9 * normal(70, experts, seed=7)
+        logits[0, 0], logits[1] = 1e4, -1e30
+        for renormalise in (True, False):
+            got = native_ops.softmax_routing(logits, k, renormalise)
+            assert got.weights.isfinite().all()
+            torch.testing.assert_close(got.weights, torch_ops.softmax_routing(logits, k, renormalise).weights)
+            self.assert_same(
+                *(
+                    Routing(*(x[2:] for x in found))
+                    for found in (got, reference.softmax_routing(logits, k, renormalise))
+                )
+            )
+            alone = native_ops.softmax_routing(logits[5:6], k, renormalise)
+            assert torch.equal(alone.weights[0], got.weights[5])
+        chosen = native_ops.topk_softmax_routing(logits, k)
+        torch.testing.assert_close(chosen.weights, torch_ops.topk_softmax_routing(logits, k).weights)
+        assert torch.equal(chosen.experts[2:], got.experts[2:])
+
     @pytest.mark.parametrize("k", [1, 3, 8])
     def test_topk_softmax(self, k: int, device: str) -> None:
         logits = 3 * normal(20, 8, seed=2)

@@ -31,10 +31,14 @@ from specmamba.kernels.rowwise import torch_ops as rowwise_ops
 from specmamba.kernels.sampling import native_ops as native_sampling
 from specmamba.kernels.sampling import reference as sampling_reference
 from specmamba.kernels.sampling import torch_ops as sampling_ops
+from specmamba.kernels.selective_scan import native_ops as native_scan
+from specmamba.kernels.selective_scan import reference as scan_reference
+from specmamba.kernels.selective_scan import torch_ops as scan_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.ssd import torch_ops as ssd_ops
 from specmamba.kernels.state_records import TreePlacement
 from specmamba.kernels.state_records import native_ops as native_records
+from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from specmamba.kernels.tree import reference as tree_reference
 from specmamba.kernels.tree import torch_ops as tree_ops
@@ -52,13 +56,14 @@ from tests.kernels.recurrent import (
     test_delta_net,
     test_gated_delta_rule,
     test_mamba2,
+    test_selective_scan,
     test_short_conv,
     test_ssd,
     test_state_copy,
-    test_state_records,
 )
-from tests.kernels.recurrent.records import make_records, make_state
+from tests.kernels.recurrent.records import make_state
 from tests.kernels.recurrent.run_case import RunCase
+from tests.kernels.recurrent.strong_decay import mixed, pending_records
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
@@ -71,6 +76,10 @@ sizes = st.integers(1, 9)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 heads = st.builds(lambda hk, group, k, v: (hk, hk * group, k, v), *[st.integers(1, 3)] * 2, *[st.integers(1, 33)] * 2)
 pendings = st.lists(st.integers(0, 7), min_size=1, max_size=5)
+# a few values, one of which each place has: next to 0, moderate, or so strong that nothing is left
+log_decays = st.lists(
+    st.one_of(st.floats(-3000.0, 0.0), st.floats(-2.0, 0.0), st.floats(-1e-3, 0.0)), min_size=1, max_size=6
+).map(torch.tensor)
 shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4).map(tuple)
 
 
@@ -99,30 +108,67 @@ def test_causal_conv1d(count: int) -> None:
 
 
 @each_tier
-@pytest.mark.parametrize("name", ["gated_delta_rule", "ssd"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda", "ssd"])
 def test_recurrences(name: str, count: int) -> None:
-    """Known tokens, then a tree behind pending records."""
-    reference, ops = (delta_reference, delta_ops) if name == "gated_delta_rule" else (ssd_reference, ssd_ops)
+    """Known tokens, then a tree behind pending records, at any decays."""
+    reference, ops = (ssd_reference, ssd_ops) if name == "ssd" else (delta_reference, delta_ops)
 
-    def make_tokens(batch: int, length: int, of: Heads, seed: int) -> Any:
+    def make_tokens(batch: int, length: int, of: Heads, seed: int, decays: torch.Tensor) -> Any:
         if name == "ssd":
-            return test_ssd.make_tokens(batch, length, of, seed)
-        return test_gated_delta_rule.make_tokens(batch, length, of, seed)[0]
+            tokens: Any = test_ssd.make_tokens(batch, length, of, seed)
+        else:
+            tokens = test_gated_delta_rule.make_tokens(batch, length, of, seed)[0]
+        by_channel = (of[2],) * (name == "kda")
+        return tokens._replace(g=mixed(decays, torch.Size((*tokens.g.shape, *by_channel)), seed))
 
-    def check(of: Heads, pending: list[int], nodes: int, length: int, seed: int) -> None:
+    def check(of: Heads, pending: list[int], nodes: int, length: int, decays: torch.Tensor, seed: int) -> None:
         batch, offset, counts = len(pending), max(pending), torch.tensor(pending)
         state = make_state(batch, of, seed)
-        tokens, lengths = make_tokens(batch, length, of, seed), torch.full((batch,), length)
+        tokens, lengths = make_tokens(batch, length, of, seed, decays), torch.full((batch,), length)
         _assert_close(
             ops.extend(*tokens, state, lengths), reference.extend(*tokens.double(), state.double(), lengths), terms=160
         )
-        tokens, records = make_tokens(batch, nodes, of, seed), make_records(batch, offset + nodes, of, counts, seed)
+        tokens = make_tokens(batch, nodes, of, seed, decays)
+        records = pending_records(offset + nodes, of, counts, seed, decays, has_channels=name == "kda")
         wanted, mask = records.clone(torch.float64), mask_of(batch_of_parents(("bushy",) * batch, nodes, seed))
         out = ops.tree_verify(*tokens, state, records, TreePlacement(counts, offset, mask))
         want = reference.tree_verify(*tokens.double(), state.double(), wanted, TreePlacement(counts, offset, mask))
         _assert_close((out, *(x[:, offset:] for x in records)), (want, *(x[:, offset:] for x in wanted)), terms=160)
 
-    hold(count, check, of=heads, pending=pendings, nodes=sizes, length=st.integers(1, 70), seed=seeds)
+    operands = {"of": heads, "pending": pendings, "nodes": sizes, "decays": log_decays, "seed": seeds}
+    hold(count, check, length=st.integers(1, 70), **operands)
+
+
+@each_tier
+@pytest.mark.parametrize("form", FORMS)
+def test_selective_scans(form: str, count: int) -> None:
+    """The recurrence of Mamba1: known tokens, a tree behind pending records, and a fold, at any decays."""
+    scan, reference = test_selective_scan, scan_reference
+
+    def check(of: tuple[int, int], pending: list[int], nodes: int, decays: torch.Tensor, seed: int) -> None:
+        batch, offset, counts = len(pending), max(pending), torch.tensor(pending)
+
+        def make_tokens(length: int, seed: int) -> test_selective_scan.Tokens:
+            tokens = scan.make_tokens(batch, length, of, seed)
+            rates = -(torch.rand(of, generator=torch.Generator().manual_seed(seed)))  # so -dt is a channel's strongest
+            return tokens._replace(dt=mixed(-decays, tokens.dt.shape, seed), rates=rates)
+
+        tokens, state = make_tokens(offset + nodes, seed), scan.make_state(batch, of)
+        got = scan.extended(form, tokens, state, counts + nodes)
+        want = reference.extend(*tokens.double(), state.double(), counts + nodes)
+        is_token = torch.arange(offset + nodes) < counts[:, None] + nodes
+        _assert_close((got[0][is_token], got[1]), (want[0][is_token], want[1]), terms=160)
+        tree, records = tokens.part(slice(None), slice(offset, None)), tuple(x.clone() for x in tokens[1:4])
+        placement = TreePlacement(counts, offset, mask_of(batch_of_parents(("bushy",) * batch, nodes, seed)))
+        out = scan.verified(form, tree, state, records, placement)
+        wanted = tuple(x.double() for x in records)
+        _assert_close([out], [reference.tree_verify(*tree.double(), state.double(), wanted, placement)], terms=160)
+        ops = scan_ops if form == "torch" else native_scan
+        folded = ops.fold(state, *records, tokens.rates, counts)
+        _assert_close([folded], [reference.fold(state.double(), *wanted, tokens.rates.double(), counts)], terms=160)
+
+    of = st.tuples(st.integers(1, 20), st.integers(1, 140))
+    hold(count, check, of=of, pending=pendings, nodes=sizes, decays=log_decays, seed=seeds)
 
 
 def _assert_close(got: Any, want: Any, terms: int) -> None:
@@ -199,14 +245,14 @@ def test_attention_of_runs(form: str, count: int) -> None:
 
 @each_tier
 def test_folds(count: int) -> None:
-    def check(of: Heads, pending: list[int], seed: int) -> None:
-        batch, counts = len(pending), torch.tensor(pending)
-        state, records = make_state(batch, of, seed), make_records(batch, 8, of, counts, seed)
-        want = test_state_records.token_by_token(state, records, counts)
+    def check(of: Heads, pending: list[int], decays: torch.Tensor, has_channels: bool, seed: int) -> None:
+        counts, state = torch.tensor(pending), make_state(len(pending), of, seed)
+        records = pending_records(8, of, counts, seed, decays, has_channels)
+        want = records_reference.fold(state.double(), *records.clone(torch.float64), counts)
         for ops in [records_ops] + [native_records] * (len(FORMS) - 1):
             _assert_close([ops.fold(state, *records, counts)], [want], terms=160)
 
-    hold(count, check, of=heads, pending=pendings, seed=seeds)
+    hold(count, check, of=heads, pending=pendings, decays=log_decays, has_channels=st.booleans(), seed=seeds)
 
 
 @each_tier

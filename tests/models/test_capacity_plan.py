@@ -76,12 +76,12 @@ def test_limits_of_the_flags_are_kept(tiny: Path) -> None:
 
 
 def test_ranks_that_cannot_run_it_are_named(tiny: Path) -> None:
-    plans = plans_of(tiny)
+    plans = plans_of(tiny, 1)
     assert [plan["tp_size"] for plan in plans] == [1, 2, 4, 8]
     problems = [plan.get("problem") for plan in plans]
     assert problems[0] is None
     assert problems[-1].startswith("--tp-size 8: the model has ")
-    assert [plan["tp_size"] for plan in plans_of(tiny, tp_size=3)] == [1, 2, 3]
+    assert [plan["tp_size"] for plan in plans_of(tiny, 1, tp_size=3)] == [1, 2, 3]
 
 
 def test_a_memory_that_is_too_small(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

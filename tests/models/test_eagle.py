@@ -455,6 +455,25 @@ def test_an_embedding_equal_to_the_targets_is_kept_once(target: Path, tmp_path: 
         assert llm.engine.model.weight_bytes == without
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_plain_decoding_replays_the_steps_of_a_head_that_sits_out(
+    target: Path, heads: dict[str, Head], kind: str
+) -> None:
+    """Where it reads the target as plain decoding does: steps that leave the states of some layers are other ones."""
+    with new_llm(target, heads[kind], **LARGEST) as llm:
+        bench, runner = llm.workbench, cast(Any, llm.engine).runner
+        of_head = runner.idle_drafter
+        bench.use_drafts(speculative_algorithm="none")
+        assert runner.drafter is runner.idle_drafter
+        assert (runner.drafter is of_head) == (kind == "eagle")
+        of_plain = runner.drafter
+        bench.use_drafts(speculative_num_steps=2)
+        assert runner.idle_drafter is of_head
+        assert runner.drafter is not of_head
+        bench.use_drafts(speculative_algorithm="none")
+        assert runner.drafter is of_plain
+
+
 def test_the_workbench(target: Path, heads: dict[str, Head], prompts: list[list[int]]) -> None:
     path = str(heads["eagle"].folder)
     with new_llm(target, heads["eagle"], **LARGEST) as llm:
@@ -524,6 +543,33 @@ def test_heads_of_other_targets(target: Path, tmp_path: Path) -> None:
         refused(target, head, ConfigError, numbers)
     narrow = write_head(tmp_path / "c", others["width"], "eagle3-narrow", seed=0)
     refused(target, narrow, ConfigError, "hidden size is 30, the target's 36")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"speculators_model_type": "peagle"}, UnsupportedModelError, "'peagle' is not supported: only eagle3, dflash"),
+        ({"speculators_model_type": None}, CheckpointError, "lacks"),
+        (
+            {"model_type": "gpt_oss"},
+            UnsupportedModelError,
+            "the model_type 'gpt_oss' is not supported: only llama, qwen3",
+        ),
+        ({"fc_norm": True}, UnsupportedModelError, "fc_norm is not supported in draft heads"),
+        ({"norm_output": True}, UnsupportedModelError, "norm_output is not supported in draft heads"),
+        ({"hidden_size": None}, CheckpointError, r"asks for \[4096, 108\]"),
+    ],
+    ids=["kind", "no-kind", "layers", "norms-by-layer", "normed-output", "the-class's-size"],
+)
+def test_heads_of_speculators_that_are_refused(
+    changes: dict[str, Any], kind: type[Exception], words: str, target: Path, tmp_path: Path
+) -> None:
+    head = write_head(tmp_path, target, "eagle3-speculators", seed=0)
+    save(head, **changes)
+    if changes.keys() == {"speculators_model_type"} and changes["speculators_model_type"] is None:
+        config = json.loads((tmp_path / "config.json").read_text("utf8"))
+        (tmp_path / "config.json").write_text(json.dumps(config | {"transformer_layer_config": None}), "utf8")
+    refused(target, head, kind, words)
 
 
 def test_layers_that_the_target_does_not_have(target: Path, tmp_path: Path) -> None:

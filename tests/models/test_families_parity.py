@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.cuda_graphs import EagerReplay, NativeReplay
-from specmamba.draft.heads import MTPDrafter
-from specmamba.draft.ngram import NgramDrafter
-from specmamba.draft.text_drafter import read_corpus
-from specmamba.models.base import DraftHead
+from tests.blocks import write_block_head
 from tests.decisions import decide_at_random, without_measurement
 from tests.exactness import assert_same_greedy_texts
 from tests.families import FAMILIES
 from tests.heads import write_head
 from tests.noise import add_noise
+from tests.taught import teach
 
 PATTERN = [7, 21, 90, 33, 64, 21, 5]
 PROMPTS = [PATTERN * 4, [11, 42, 3], PATTERN * 2 + [100] + PATTERN]
@@ -35,7 +31,7 @@ NUM_TOKENS = 24
 MEMORY: dict[str, Any] = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 4}
 TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
 NOISE = 0.01  # of a draft model's weights: it guesses right mostly, and not always
-DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model", "adaptive")
+DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model", "adaptive", "block", "suffix")
 # "replayed": three requests in a bucket of four, on inputs that stay, with the shapes that a captured step has
 STATES = ("records", "snapshots", "records replayed")
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
@@ -55,6 +51,7 @@ class Family:
     has_mtp: bool
     eagle: Path
     eagle3: Path
+    block: Path
     draft_model: Path
     texts: tuple[tuple[int, ...], ...]
 
@@ -69,8 +66,10 @@ class Family:
     def flags(self, drafter: str) -> dict[str, Any]:
         if drafter == "plain":
             return {"speculative_algorithm": "none"}
-        if drafter == "ngram":
-            return {"speculative_algorithm": "ngram"}
+        if drafter in ("ngram", "suffix"):
+            return {"speculative_algorithm": drafter}
+        if drafter == "block":
+            return {"speculative_algorithm": "dflash", "speculative_draft_model_path": str(self.block), **TREE}
         if drafter == "draft-model":
             return {"speculative_algorithm": drafter, "speculative_draft_model_path": str(self.draft_model)}
         shape = TREE if drafter == "tree" else {"speculative_num_steps": 3}
@@ -82,45 +81,9 @@ class Family:
         return {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head), **shape}
 
     def teach(self, llm: LLM, folder: Path) -> None:
-        """Let random heads and n-grams guess from the texts to come: what is never accepted proves little."""
-        engine = llm.engine
-        drafter, whole = (
-            engine.runner.drafter,
-            [prompt + list(text) for prompt, text in zip(PROMPTS, self.texts, strict=True)],
-        )
-        if isinstance(drafter, MTPDrafter):
-            drafter.head = TaughtHead(drafter.head, bigrams(whole, engine.vocab_size))
-        elif isinstance(drafter, NgramDrafter):
-            (folder / "corpus.txt").write_text("any text")
-            tokens = [token for text in whole for token in text]
-            tokens[::6] = [1] * len(tokens[::6])  # not always right
-            corpus = read_corpus(folder / "corpus.txt", lambda _: tokens, engine.vocab_size)
-            engine.runner.drafter = NgramDrafter(engine.draft_plan, engine.config, engine.pools.table, corpus)
-
-
-class TaughtHead:
-    """Runs a head, but drafts the token that followed the same token in known texts. Its states are the tokens."""
-
-    def __init__(self, head: DraftHead, table: Tensor) -> None:
-        self._head, self._table = head, table
-        self.width, self.num_modules, self.combine = head.width, head.num_modules, head.combine
-
-    def forward(self, tokens: Tensor, hidden: Tensor, *context: Any) -> Tensor:
-        states = torch.zeros_like(self._head.forward(tokens, hidden, *context))
-        states[..., 0] = tokens
-        return states
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._table[hidden[..., 0].long()]
-
-
-def bigrams(texts: list[list[int]], vocab_size: int) -> Tensor:
-    """How often a token follows another, [V, V]; what never did is told apart by a small random number."""
-    table = torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0))
-    for text in texts:
-        for first, second in pairwise(text):
-            table[first, second] += 1
-    return table
+        """Let random heads and texts guess from the texts to come: what is never accepted proves little."""
+        whole = [prompt + list(text) for prompt, text in zip(PROMPTS, self.texts, strict=True)]
+        teach(llm.engine, whole, folder)
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +96,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for name, style in (("eagle", "eagle"), ("eagle3", "eagle3-last"))
     )
     with LLM(model=str(folder / "target"), speculative_algorithm="none", disable_radix_cache=True, **MEMORY) as llm:
+        num_layers = llm.engine.model.num_layers
         texts = tuple(answer(llm, prompt).token_ids for prompt in PROMPTS)
     assert all(len(set(text)) > 4 for text in texts)  # a text that says one thing only proves little
+    block = write_block_head(folder / "block", folder / "target", seed=4, reads=(num_layers - 2, 0)).folder
     eagle, eagle3 = heads
-    return Family(folder / "target", module.HAS_MTP, eagle, eagle3, folder / "draft", texts)
+    return Family(folder / "target", module.HAS_MTP, eagle, eagle3, block, folder / "draft", texts)
 
 
 def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
@@ -180,7 +145,7 @@ def test_text_is_that_of_plain_decoding(
 
 def check_variety(outputs: list[RequestOutput], deepest: int) -> None:
     """Some drafts were rejected at once, some accepted, some as deep as ``deepest``."""
-    by_depth = [0] * 8
+    by_depth = [0] * 16
     for output in outputs:
         for depth, count in enumerate(output.spec.accepted_histogram):
             by_depth[depth] += count

@@ -93,6 +93,12 @@ def logits_of(folder: Path) -> torch.Tensor:
         ("kimi-linear", {"num_experts_per_token": 7}, "a token cannot go to 7 of 6 experts"),
         ("kimi-linear", {"num_key_value_heads": 1}, "latent attention has no groups"),
         ("kimi-linear", {"attention_bias": True}, "attention_bias true is not supported with latent attention"),
+        (
+            "kimi-linear",
+            {"attn_res_block_size": 12},
+            "attn_res_block_size is not supported: models like Kimi-K3 need more",
+        ),
+        ("kimi-linear", {"routed_expert_hidden_size": 8}, "routed_expert_hidden_size is not supported"),
         ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope false is not supported: Kimi-Linear does not rotate"),
         ("lfm2-moe", {"num_experts_per_tok": 7}, "a token cannot go to 7 of 6 experts"),
         ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),

@@ -407,6 +407,49 @@ class Draft:
     num_tokens: int  # entries that were made again from the target's hidden states, the root's included
 
 
+def logits_along(
+    known: list[int],
+    hidden: Tensor,
+    drafted: list[int],
+    enter: Callable[[list[int], Tensor, int], Tensor],
+    head: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The logits [steps, V] of an MTP head along a draft, every step from the formula for the whole text.
+
+    Entry t is made of the token at t and the state at t - 1: the target's up to the root, the head's own behind it.
+    There is no entry for the first token, but where it is the root: then its state is zeros.
+
+    Args:
+        known: tokens up to the root.
+        hidden: [T, H], the target's states behind them.
+        drafted: tokens behind the root.
+        enter: the head's last state [1, H] of entries with these tokens and states, from a position on.
+        head: [1, H] -> [1, V].
+    """
+    logits = []
+    tokens, states, first = known[1:], hidden[: len(known) - 1], 1
+    if len(known) == 1:
+        tokens, states, first = known, torch.zeros_like(hidden[:1]), 0
+    for token in drafted:
+        out = enter(tokens, states, first)
+        logits.append(head(out)[0])
+        if first == 0:
+            tokens, states, first = [], states[:0], 1
+        tokens, states = [*tokens, token], torch.cat([states, out])
+    return torch.stack(logits)
+
+
+def check_draft(draft: Draft, text: list[int], expected: Tensor) -> None:
+    """Compare a draft with the logits [steps, V] that it should have had, which choose the same tokens.
+
+    But for ties that the tolerance cannot tell apart.
+    """
+    assert draft.known == text[: len(draft.known)]
+    assert_close(draft.logits, expected)
+    best, chosen = expected.amax(-1), expected.gather(1, torch.tensor(draft.tokens)[:, None])[:, 0]
+    assert bool((best - chosen <= 2 * TOLERANCE * expected.abs().max()).all())
+
+
 class RecordingHead:
     """The engine's head; keeps its logits."""
 
@@ -450,26 +493,16 @@ def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 @torch.no_grad()
 def reference_draft(model: DemoModel, known: list[int], target_hidden: Tensor, drafted: list[int]) -> Tensor:
-    """The head's logits [steps, V] along a draft, from its formula alone.
-
-    Entry t is made of the token at t and the hidden state at t - 1: the target's up to the root, the head's own behind
-    it. There is no entry for the first token. Only where that is the root, so that nothing else can be asked, the
-    head is asked about it with a hidden state of zeros.
-    """
+    """As ``logits_along``. Where the first token is the root, nothing else can be asked than its own entry."""
     text = model.target.model
-    tokens, hidden, first = known[1:], target_hidden[: len(known) - 1], 1
-    if len(known) == 1:
-        tokens, hidden, first = known, torch.zeros(1, target_hidden.shape[1]), 0
-    logits = []
-    for token in drafted:
+
+    def enter(tokens: list[int], states: Tensor, first: int) -> Tensor:
         positions = torch.arange(first, first + len(tokens)).expand(3, 1, -1)
         embedded = text.embed_tokens(torch.tensor([tokens]))
-        out = model.mtp(embedded, hidden[None], text.rotary_emb(embedded, positions))[0, -1]
-        logits.append(model.logits(out))
-        if first == 0:
-            tokens, hidden, first = [], hidden[:0], 1
-        tokens, hidden = [*tokens, token], torch.cat([hidden, out[None]])
-    return torch.stack(logits)
+        out: Tensor = model.mtp(embedded, states[None], text.rotary_emb(embedded, positions))[0, -1:]
+        return out
+
+    return logits_along(known, target_hidden, drafted, enter, model.logits)
 
 
 @torch.no_grad()
@@ -478,13 +511,8 @@ def check_drafts(drafts: dict[str, list[Draft]], texts: dict[str, list[int]], mo
         text = torch.tensor([texts[name]])
         target_hidden = model.target.model(text, use_cache=False).last_hidden_state[0]
         for draft in of_request:
-            assert draft.known == texts[name][: len(draft.known)]
-            expected = reference_draft(model, draft.known, target_hidden, draft.tokens)
-            assert_close(draft.logits, expected)
+            check_draft(draft, texts[name], reference_draft(model, draft.known, target_hidden, draft.tokens))
             assert draft.logits.argmax(-1).tolist() == draft.tokens
-            # the reference chooses the same tokens, but for ties that the tolerance cannot tell apart
-            best, chosen = expected.amax(-1), expected.gather(1, torch.tensor(draft.tokens)[:, None])[:, 0]
-            assert bool((best - chosen <= 2 * TOLERANCE * expected.abs().max()).all())
 
 
 class TestMTPHead:

@@ -20,12 +20,12 @@ from specmamba.errors import CheckpointError, UnsupportedModelError
 from tests.families import qwen3_5_moe, qwen3_next
 from tests.families.qwen import MTPHead, lively, write
 from tests.models.test_model_exact import (
-    TOLERANCE,
     Draft,
     accept_at_random,
-    assert_close,
+    check_draft,
     check_extends,
     check_rounds,
+    logits_along,
     new_engine,
     random_chain,
     random_prompts,
@@ -61,34 +61,21 @@ class Reference:
 
     @torch.no_grad()
     def draft(self, known: list[int], hidden: Tensor, drafted: list[int]) -> Tensor:
-        """The head's logits [steps, V] along a draft.
+        """As ``logits_along``."""
 
-        Entry t is made of the token at t and the state at t - 1: the target's up to the root, the head's own behind it.
-        There is no entry for the first token, but where it is the root: then its state is zeros.
-        """
-        logits = []
-        tokens, states, first = known[1:], hidden[: len(known) - 1], 1
-        if len(known) == 1:
-            tokens, states, first = known, torch.zeros_like(hidden[:1]), 0
-        for token in drafted:
+        def enter(tokens: list[int], states: Tensor, first: int) -> Tensor:
             embedded = self.text.embed_tokens(torch.tensor([tokens]))
             rotary = self.text.rotary_emb(embedded, torch.arange(first, first + len(tokens))[None])
-            out = self.head(embedded, states[None], rotary)[0, -1:]
-            logits.append(self.lm_head(out)[0])
-            if first == 0:
-                tokens, states, first = [], states[:0], 1
-            tokens, states = [*tokens, token], torch.cat([states, out])
-        return torch.stack(logits)
+            out: Tensor = self.head(embedded, states[None], rotary)[0, -1:]
+            return out
+
+        return logits_along(known, hidden, drafted, enter, self.lm_head)
 
     def check(self, drafts: dict[str, list[Draft]], texts: dict[str, list[int]]) -> None:
         for name, of_request in drafts.items():
             hidden = self.hidden(texts[name])
             for draft in of_request:
-                assert draft.known == texts[name][: len(draft.known)]
-                expected = self.draft(draft.known, hidden, draft.tokens).float()
-                assert_close(draft.logits, expected)
-                best, chosen = expected.amax(-1), expected.gather(1, torch.tensor(draft.tokens)[:, None])[:, 0]
-                assert bool((best - chosen <= 2 * TOLERANCE * expected.abs().max()).all())
+                check_draft(draft, texts[name], self.draft(draft.known, hidden, draft.tokens).float())
 
 
 @pytest.mark.fast_cases(7)

@@ -88,6 +88,7 @@ def test_advice_that_works_without_keys() -> None:
 # ---- engine ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_headroom")
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer"])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -114,6 +115,7 @@ def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) ->
         llm.engine.cache_manager.cache.check()
 
 
+@pytest.mark.usefixtures("no_headroom")
 @pytest.mark.parametrize("family", [falcon_mamba, jamba], ids=["alone", "beside attention"])
 def test_short_of_everything_with_mamba1(family: ModuleType, tmp_path: Path) -> None:
     """Records of the selective scan go the same way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 from unittest.mock import patch
 
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import NativeReplay
-from specmamba.engine import runner
+from specmamba.engine import runner, scheduler
 from specmamba.engine.engine import Engine
 from specmamba.parallel.ranks import ONE_RANK, Ranks
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.result import known_token_logprobs
+from tests.taught import teach
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -34,6 +36,7 @@ class Job(TypedDict):
     prompts: list[list[int]]
     params: dict[str, Any]
     is_repeated: bool  # all prompts again, one after the other: their prefixes are cached then
+    taught: list[list[int]]  # texts that drafts are made of; none: drafts are as they are
 
 
 class Answer(TypedDict):
@@ -51,7 +54,11 @@ def run_job(job: Job, ranks: Ranks = ONE_RANK) -> dict[str, Any]:
     config = EngineConfig(**SMALL | {"tp_size": ranks.size} | job["flags"] | of_one)
     engine, logits = Engine(config.on_device("cpu"), ranks), list[Any]()
     try:
-        with patch.object(runner, "known_token_logprobs", recording(logits)):
+        if job["taught"]:
+            with TemporaryDirectory() as folder:
+                teach(engine, job["taught"], Path(folder))
+        # as many preemptions as can be had
+        with patch.object(runner, "known_token_logprobs", recording(logits)), patch.object(scheduler, "HEADROOM", 0):
             answers = _run(engine, job, "")
         for i in range(len(job["prompts"]) if job["is_repeated"] else 0):
             answers += _run(engine, {**job, "prompts": [job["prompts"][i]]}, f"again-{i}-")
@@ -110,8 +117,10 @@ def prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[li
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def job(name: str, folder: Path, texts: list[list[int]], *, repeat: bool = False, **flags: Any) -> Job:
+def job(
+    name: str, folder: Path, texts: list[list[int]], *, repeat: bool = False, taught: Any = (), **flags: Any
+) -> Job:
     """A job on a checkpoint; ``params`` among the flags are those of the requests."""
     params = flags.pop("params", {})
     flags = {"model": str(folder), "speculative_algorithm": "none", **flags}
-    return Job(name=name, flags=flags, prompts=texts, params=params, is_repeated=repeat)
+    return Job(name=name, flags=flags, prompts=texts, params=params, is_repeated=repeat, taught=list(taught))

@@ -1,108 +1,105 @@
-"""Texts of two and four ranks with guessed tokens, of families that are divided in ways of their own.
+"""Texts of two and four ranks with guessed tokens, of every family, with every way to guess and to undo.
 
-Channels of a selective scan, whose inputs are sums over all ranks; decays by key channel; latents that all ranks have.
+Prefixes are cached, and requests are preempted. Families without an MTP head of their own get an EAGLE-3 head. Heads
+and n-grams are taught the texts, so that some guesses are accepted.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specmamba.cuda_graphs import NativeReplay
-from tests.heads import write_head
-from tests.parallel.even_variants import build_variant
-from tests.parallel.jobs import Job, job, prompts
+from tests.families import FAMILIES
+from tests.parallel.even_variants import build_quarters
+from tests.parallel.family_ways import ALL, IS_FULL, STATES, WAYS, Case, chosen, flags_of
+from tests.parallel.jobs import Job, job, prompts, run_job
 from tests.parallel.test_tensor_parallel import CROWDED, Results
 
 pytestmark = pytest.mark.slow
 
-VARIANTS = {
-    "bailing-hybrid": "even-default",
-    "falcon-mamba": "default",
-    "jamba": "even-default",
-    "kimi-linear": "even-default",
-    "mamba1": "default",
-}
-NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
-WAYS: dict[str, dict[str, Any]] = {
-    "chain": NGRAM | {"speculative_eagle_topk": 1},
-    "plain": {"speculative_algorithm": "none"},
-    "snapshots": NGRAM | {"speculative_eagle_topk": 2, "speculative_state": "snapshots"},
-    "tree": NGRAM | {"speculative_eagle_topk": 2},
-}
-# Half of all cases, in which every family and every way is; a full run has the others too.
-IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
-ON_TWO = [
-    (family, way) for i, family in enumerate(VARIANTS) for j, way in enumerate(WAYS) if IS_FULL or (i + j) % 2 == 0
-]
-ON_FOUR = [(family, "chain") for family in VARIANTS if IS_FULL or family in ("jamba", "kimi-linear")]
+# each group starts ranks of its own, so that tests do not do the same twice where several processes share them
+NUM_GROUPS = 4
+ON_TWO = ALL if IS_FULL else chosen(0, 1)
+ON_FOUR = ALL if IS_FULL else chosen(1, 1)[::5]
 SHORT, LONG, TEXTS = prompts(60, (10, 11), seed=2), {"max_tokens": 45}, prompts(60, (30, 25, 20), seed=1)
 
 
-def jobs(root: Path, cases: Collection[tuple[str, str]]) -> list[Job]:
-    """Prompts whose prefixes are cached, and requests that are preempted."""
-    found = []
-    for family in sorted({family for family, _ in cases}):
-        build_variant(root / family, family, VARIANTS[family])
-    for family, way in cases:
-        name, flags = f"{family}-{way}", WAYS[way]
-        found.append(job(f"{name}-again", root / family, TEXTS, repeat=True, params=LONG, **flags))
-        found.append(job(f"{name}-crowded", root / family, SHORT, params=LONG, **flags | CROWDED))
+def jobs(root: Path, cases: Collection[Case]) -> list[Job]:
+    """Prompts whose prefixes are cached, and requests that are preempted; drafts are taught the texts to come."""
+    found, texts = [], dict[str, list[list[int]]]()
+    for family in sorted({family for family, _, _ in cases}):
+        build_quarters(root / family, family)
+        texts[family] = whole_texts(root / family)
+    for family, way, state in cases:
+        name, flags = "-".join((family, way, state)), flags_of(root, family, way, state)
+        taught: dict[str, Any] = {"params": LONG, "taught": texts[family]}
+        found.append(job(f"{name}-again", root / family, TEXTS, repeat=True, **taught | flags))
+        found.append(job(f"{name}-crowded", root / family, SHORT, **taught | flags | CROWDED))
     return found
 
 
-def separate_drafts(root: Path) -> list[Job]:
-    """A model of Mamba1 layers that drafts for one with latents, and a head for one of Mamba1 layers."""
-    head = write_head(root / "head", root / "jamba", "eagle3", 0).folder
-    chosen = ("draft-model", "kimi-linear", root / "falcon-mamba"), ("eagle3", "jamba", head)
-    return [
-        job(name, root / target, TEXTS, speculative_algorithm=name, speculative_draft_model_path=str(draft))
-        for name, target, draft in chosen
-    ]
+def whole_texts(folder: Path) -> list[list[int]]:
+    """All prompts, with what plain decoding in one process makes of them."""
+    asked = [*TEXTS, *SHORT]
+    answers = run_job(job("plain", folder, asked, params=LONG))["answers"]
+    return [prompt + answer["tokens"] for prompt, answer in zip(asked, answers, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    root = tmp_path_factory.mktemp("two")
-    return Results(root / "ranks", [*jobs(root, ON_TWO), *separate_drafts(root)], 2)
+def another_model(root: Path) -> Job:
+    """A model of Mamba1 layers that drafts for one with latents."""
+    build_quarters(root / "falcon-mamba-draft", "falcon-mamba")
+    build_quarters(root / "kimi-linear-target", "kimi-linear")
+    draft: dict[str, Any] = {"speculative_algorithm": "draft-model"}
+    draft["speculative_draft_model_path"] = str(root / "falcon-mamba-draft")
+    return job("another-model", root / "kimi-linear-target", TEXTS, **draft)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    root = tmp_path_factory.mktemp("four")
-    return Results(root / "ranks", jobs(root, ON_FOUR), 4)
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_texts_of_two_ranks(group: int, tmp_path: Path) -> None:
+    check(tmp_path, ON_TWO[group::NUM_GROUPS], 2)
 
 
-@pytest.mark.parametrize(("family", "way"), ON_TWO)
-def test_texts_of_two_ranks(family: str, way: str, two: Results) -> None:
-    check(family, way, two)
+@pytest.mark.parametrize("group", range(NUM_GROUPS if IS_FULL else 1))
+def test_texts_of_four_ranks(group: int, tmp_path: Path) -> None:
+    check(tmp_path, ON_FOUR[group::NUM_GROUPS] if IS_FULL else ON_FOUR, 4)
 
 
-@pytest.mark.parametrize(("family", "way"), ON_FOUR)
-def test_texts_of_four_ranks(family: str, way: str, four: Results) -> None:
-    check(family, way, four)
+def test_a_draft_model_of_another_family(tmp_path: Path) -> None:
+    Results(tmp_path / "ranks", [another_model(tmp_path)], 2).check("another-model")
 
 
-@pytest.mark.parametrize("name", ["draft-model", "eagle3"])
-def test_separate_drafts(name: str, two: Results) -> None:
-    two.check(name)
+def test_usual_runs_have_every_way_and_every_family() -> None:
+    """And on two ranks every way with both kinds of states."""
+    on_two = chosen(0, 1)
+    assert {(way, state) for _, way, state in on_two} == {(way, state) for way in WAYS for state in STATES}
+    assert {family for family, _, _ in on_two} == FAMILIES.keys()
+    assert {way for _, way, _ in chosen(1, 1)[::5]} == WAYS.keys()
 
 
-def check(family: str, way: str, results: Results) -> None:
+def check(root: Path, cases: Sequence[Case], num_ranks: int) -> None:
+    """Check some cases."""
+    results = Results(root / "ranks", jobs(root, cases), num_ranks)
+    for case in cases:
+        check_case(*case, results)
+
+
+def check_case(family: str, way: str, state: str, results: Results) -> None:
     """Texts are those of one process, with cached prefixes and where requests are preempted.
 
     Drafts are accepted as often, and as many steps are captured.
     """
-    again, crowded = (results.check(f"{family}-{way}-{kind}") for kind in ("again", "crowded"))
-    alone = {kind: results.alone[f"{family}-{way}-{kind}"] for kind in ("again", "crowded")}
-    assert [answer["num_cached"] for answer in again["answers"][3:]] == [29, 24, 19]
+    name = "-".join((family, way, state))
+    again, crowded = (results.check(f"{name}-{kind}") for kind in ("again", "crowded"))
+    alone = {kind: results.alone[f"{name}-{kind}"] for kind in ("again", "crowded")}
+    assert [answer["num_cached"] for answer in again["answers"][3:]] == [29, 24, 19], name
     accepted = [answer["num_accepted"] for answer in again["answers"]]
-    assert accepted == [answer["num_accepted"] for answer in alone["again"]["answers"]]
-    assert (sum(accepted) > 0) == (way != "plain")
-    assert crowded["num_preemptions"] == alone["crowded"]["num_preemptions"] > 0
-    assert again["num_tapes"] == alone["again"]["num_tapes"]
-    assert again["num_tapes"] > 0 or not NativeReplay.is_available()
+    assert accepted == [answer["num_accepted"] for answer in alone["again"]["answers"]], name
+    assert sum(accepted[:3]) > 0, name
+    assert sum(accepted[3:]) > 0, name
+    assert crowded["num_preemptions"] == alone["crowded"]["num_preemptions"] > 0, name
+    assert again["num_tapes"] == alone["again"]["num_tapes"], name
+    assert again["num_tapes"] > 0 or not NativeReplay.is_available(), name

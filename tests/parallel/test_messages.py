@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specmamba.parallel import control, messages, process_group
 from specmamba.parallel.control import RankLinks
 from specmamba.parallel.messages import Messages, connect
 from specmamba.parallel.process_group import ProcessRanks
+from tests.fake_engine import wait_until
 
 BACKLOG = 2000
 
@@ -37,6 +39,17 @@ def test_all_that_has_arrived_is_read_at_once() -> None:
         with pytest.raises(EOFError):
             list(link.arrived())
         assert link.receive() is None
+
+
+def test_the_end_is_told_after_the_last_message_and_no_message_is_left_behind() -> None:
+    ours, theirs = socket.socketpair()
+    link, sent = Messages(ours), [{"number": number, "text": "x" * 900} for number in range(100)]
+    with ours:
+        with theirs:
+            theirs.sendall(b"".join(map(messages.encoded, sent)))
+        assert list(link.arrived()) == sent  # more than is read at once
+        with pytest.raises(EOFError):
+            list(link.arrived())
 
 
 def test_what_the_other_side_would_refuse_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +105,28 @@ def test_a_rank_that_does_not_come_ends_the_meeting(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="--tp-size 2: rank 0 cannot reach the others: "):
         ProcessRanks(0, 2, torch.device("cpu"), str(tmp_path / "store"))
     ProcessRanks(0, 1, torch.device("cpu"), str(tmp_path / "other")).close()
+
+
+def test_a_rank_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is stopped: neither by what it is sent, nor at the end. All that follows its loss is done."""
+    monkeypatch.setattr(control, "SEND_TIMEOUT_S", 1)
+    monkeypatch.setattr(control, "BEAT_S", 0.05)
+    monkeypatch.setattr(RankLinks, "kill", lambda _: None)  # the rank is this process
+    name, losses = f"specmamba-test-{os.getpid()}", list[RankLostError]()
+    links = RankLinks(name, 2)
+
+    def fail(_: RankLostError) -> None:
+        raise RuntimeError("the library says no")
+
+    links.when_lost(fail)
+    links.when_lost(losses.append)
+    rank = connect(name)
+    rank.send({"rank": 1, "facts": {}})
+    links.join({}, None)
+    began = time.monotonic()
+    with pytest.raises(RankLostError):
+        links.send({"do": "x" * 10_000_000})
+    rank.close()
+    wait_until(lambda: bool(losses))
+    links.close()
+    assert time.monotonic() - began < 200  # it would never end

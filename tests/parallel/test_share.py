@@ -142,7 +142,7 @@ def test_ling_is_divided(tmp_path: Path) -> None:
         for size in (1, 2, 4, 8)
     }
     for size in (2, 4, 8):
-        assert loaded[size].cache_shape.kv == (KVShape(7, 1, 576, 512),)
+        assert loaded[size].cache_shape.kv == (KVShape(8, 1, 576, 512),)  # the last one is the MTP head's
         state = StateShape(32 // size, 32 // size, 128, 128, 4, decays_by_channel=True)
         assert loaded[size].cache_shape.state == state
         check_sizes(loaded[1], loaded[size], size)

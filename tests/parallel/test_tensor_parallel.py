@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,9 +24,11 @@ from specmamba.quantize import QuantizeConfig, quantize_checkpoint
 from tests.blocks import write_block_head
 from tests.families import FAMILIES
 from tests.heads import write_head
-from tests.parallel.even_variants import EVEN, build_variant, variants
+from tests.parallel.even_variants import GROUPED, QUARTERS, build_quarters, build_variant, variants
 from tests.parallel.jobs import Job, job, prompts, run_job
 from tests.tiny import WHOLE_BLOCKS, write_tiny_checkpoint
+
+IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 
 ROOT = Path(__file__).parents[2]
 BLOCK_HEADS = "dflash", "dflash2", "dspark-gated"
@@ -50,35 +51,6 @@ FAST = {
     "qwen3.5-moe": ("default",),
 }
 TEXTS = prompts(60, (9, 21))
-# Of eight heads two have keys, and of as many value heads two have keys too: four ranks repeat them.
-GROUPED: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 8,
-    "hidden_size": 48,
-}
-# Sizes that four ranks divide, of every family; each has one query head or two, and repeats keys and groups.
-_MAMBA = {"mamba_n_heads": 8, "num_attention_heads": 4, "hidden_size": 48, "mamba_n_groups": 2}
-_DELTA = GROUPED
-QUARTERS: dict[str, dict[str, Any]] = {
-    "bailing-hybrid": EVEN["bailing-hybrid"]["even-default"],
-    "bamba": _MAMBA | {"num_key_value_heads": 2},
-    "falcon-h1": {"num_attention_heads": 8},
-    "falcon-mamba": {},
-    "granite-hybrid": _MAMBA,
-    "jamba": {"num_attention_heads": 4},
-    "kimi-linear": EVEN["kimi-linear"]["even-latent-queries"],
-    "lfm2": {"num_attention_heads": 4, "hidden_size": 40},
-    "lfm2-moe": {"num_attention_heads": 4, "hidden_size": 40},
-    "mamba1": {},
-    "mamba2": {"num_heads": 8, "head_dim": 9},
-    "nemotron-h": {"num_attention_heads": 8, "mamba_num_heads": 8},
-    "olmo-hybrid": _DELTA,
-    "qwen3.5": _DELTA,
-    "qwen3.5-moe": _DELTA,
-    "qwen3-next": _DELTA,
-}
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 3},
     "tree": {"speculative_algorithm": "mtp", "speculative_num_steps": 3, "speculative_eagle_topk": 2},
@@ -126,11 +98,11 @@ class Results:
         """Compare one job: on the ranks with each other, and with one process. Gives what the ranks gave."""
         alone, shared = self.alone[name], self.shared[name]
         assert "error" not in shared, shared
-        assert all(other[name] == shared for other in self.others), "the ranks differ"
+        assert all(other[name] == shared for other in self.others), f"{name}: the ranks differ"
         near_logits(alone["prompt_logits"], shared["prompt_logits"], CARRIED_ON.get(name, OF_LOGITS))
         for own, got in zip(alone["answers"], shared["answers"], strict=True):
-            assert got["tokens"] == own["tokens"]
-            assert len(got["logprobs"]) == len(own["logprobs"])
+            assert got["tokens"] == own["tokens"], name
+            assert len(got["logprobs"]) == len(own["logprobs"]), name
             for expected, listed in zip(own["logprobs"], got["logprobs"], strict=True):
                 known = dict(expected)
                 near = [
@@ -280,14 +252,29 @@ def test_whole_experts_on_ranks(family: str, request: pytest.FixtureRequest) -> 
 
 @pytest.mark.slow
 def test_every_variant_of_every_family(more: Results) -> None:
-    """All that can be divided into two; the others are refused by name on both ranks."""
-    names = [name for name in more.jobs if name.startswith(tuple(FAMILIES))]
-    refused = [name for name in names if "error" in more.shared[name]]
-    for name in set(names) - set(refused):
+    refused, divided = check_variants(more)
+    assert len(refused) < len(divided)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_FULL, reason="SPECMAMBA_TEST_FULL=1 runs all variants on four ranks")
+def test_every_variant_on_four_ranks(tmp_path: Path) -> None:
+    """Most tiny variants have three or six heads; each family is divided in ``test_four_ranks``."""
+    every = {family: variants(family) for family in FAMILIES}
+    _, divided = check_variants(Results(tmp_path / "ranks", family_jobs(tmp_path, every), 4))
+    assert {"bailing-hybrid-even-default", "jamba-even-default", "kimi-linear-even-default"} <= divided
+
+
+def check_variants(results: Results) -> tuple[set[str], set[str]]:
+    """Names of variants that are refused by name on all ranks, and of those that can be divided."""
+    names = {name for name in results.jobs if name.startswith(tuple(FAMILIES))}
+    refused = {name for name in names if "error" in results.shared[name]}
+    for name in names - refused:
         loose = max((value for family, value in LOOSE.items() if name.startswith(family)), default=TOLERANCE)
-        more.check(name, loose)
-    assert all(re.search("cannot be divided among (2 )?ranks", more.shared[name]["error"]) for name in refused)
-    assert len(refused) < len(names) / 2
+        results.check(name, loose)
+    reasons = [of[name]["error"] for name in refused for of in (results.shared, *results.others)]
+    assert all(re.search(f"cannot be divided among ({results.size} )?ranks", reason) for reason in reasons)
+    return refused, names - refused
 
 
 @pytest.mark.slow
@@ -295,13 +282,8 @@ def test_four_ranks(tmp_path: Path) -> None:
     """More ranks than key heads and groups of states: both are repeated, and norms of groups cross ranks."""
     tiny = write_tiny_checkpoint(tmp_path / "tiny", 0, **GROUPED)
     jobs = [job("tiny", tiny, TEXTS, params=LISTED, speculative_algorithm="mtp", speculative_eagle_topk=2)]
-    for family, sizes in QUARTERS.items():
-        module = FAMILIES[family]
-        with (
-            patch.dict(module.VARIANTS, quarters=sizes),
-            patch.dict(getattr(module, "FUSED", {}), quarters=(True, True)),
-        ):
-            module.build(tmp_path / f"{family}-quarters", "quarters")
+    for family in QUARTERS:
+        build_quarters(tmp_path / f"{family}-quarters", family)
         jobs.append(job(f"{family}-quarters", tmp_path / f"{family}-quarters", TEXTS, params=LISTED))
     results = Results(tmp_path / "ranks", jobs, 4)
     shared = results.check("tiny", 1e-4)

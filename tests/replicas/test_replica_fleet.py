@@ -11,6 +11,7 @@ import pytest
 from specmamba.replicas import replica_process
 from specmamba.replicas.replica_fleet import ReplicaFleet
 from specmamba.replicas.replica_launch import ReplicaTask
+from specmamba.replicas.replica_links import ReplicaLinks
 
 
 class Launched:
@@ -123,3 +124,38 @@ def test_one_that_loads_is_not_waited_for_at_the_end() -> None:
     began = time.monotonic()
     fleet.close()
     assert time.monotonic() - began < replica_process.END_TIMEOUT_S / 2
+
+
+class Unreadable(Launched):
+    """A replica that runs, and says nothing that can be read."""
+
+    def connection(self) -> Any:
+        raise ValueError("no message")
+
+    def kill(self) -> None:
+        super().kill()
+        self._ended.set()
+
+
+def test_one_that_cannot_be_watched_is_ended() -> None:
+    """What it has may be all that there is: the next one would wait for it."""
+    launched = Unreadable(77)
+    fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], lambda _: launched)
+    fleet.start(0)
+    assert "no message" in str(fleet.arrivals.get(timeout=5))
+    assert launched.num_killed == 1
+    fleet.close()
+
+
+def test_a_wait_for_replicas_ends_when_something_else_is_to_be_done() -> None:
+    links = ReplicaLinks(ReplicaFleet([], Launched), 0, print, print, print)  # type: ignore[arg-type]
+    timer, began = threading.Timer(0.1, links.wake), time.monotonic()
+    timer.start()
+    links.receive(60.0)
+    assert 0.1 <= time.monotonic() - began < 30
+    timer.join()
+    began = time.monotonic()
+    links.receive(0.05)  # it is told once
+    assert time.monotonic() - began >= 0.05
+    links.close()
+    links.wake()  # too late, and no harm

@@ -8,7 +8,7 @@ import pytest
 
 from specmamba.chat_config import ChatConfig
 from specmamba.errors import ConfigError
-from specmamba.flags.command_line import parse_command_line
+from specmamba.flags.command_line import SECRETS, parse_command_line
 from specmamba.server_config import ServerConfig
 
 pytestmark = pytest.mark.usefixtures("no_settings_from_outside")
@@ -158,6 +158,19 @@ def test_admin_keys_that_are_refused(file: Path) -> None:
         with pytest.raises(ConfigError, match=message) as error:
             serve(*given)
         assert "hunter" not in str(error.value)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--disaggregation-key", "hunter4"), ("--admin-key", "hunter 5")])
+def test_no_single_key_is_shown_where_it_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=flag) as error:
+        serve("--disaggregation-mode", "prefill", flag, value)
+    assert "hunter" not in str(error.value)
+
+
+def test_every_key_that_a_flag_takes_counts_as_a_secret() -> None:
+    fields = {**ServerConfig.model_fields, **ChatConfig.model_fields}
+    of_keys = {name for name, field in fields.items() if "SecretStr" in repr(field.annotation)}
+    assert {"api_key", "admin_key", "disaggregation_key"} <= of_keys <= SECRETS
 
 
 def test_files_of_keys_that_others_may_read_are_known(file: Path) -> None:

@@ -58,7 +58,7 @@ class Answer:
             self._has_ended.set()
 
     def wait(self) -> Text:
-        assert self._has_ended.wait(60)
+        assert self._has_ended.wait(120)  # longer than requests wait for prompts
         last = self.deltas[-1]
         tokens = tuple(token for delta in self.deltas for token in delta.token_ids)
         return Text(tokens, last.spec, last.num_cached_tokens, last.finish_reason)

@@ -10,10 +10,11 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ class MemoryCarrier:
     name: CarrierName = "nixl"
     address = "here"
     fault = ""  # of all of them
+    noisy: ClassVar[set[int]] = set()  # places into which transfers go on
 
     def register(self, memory: Bytes) -> None:
         pass
@@ -87,6 +89,9 @@ class MemoryCarrier:
         ctypes.memmove(local, remote, nbytes)
         if self.fault == "damaged":
             ctypes.memset(local + nbytes // 2, 7, 4)
+
+    def is_quiet(self, local: int) -> bool:
+        return local not in self.noisy
 
     def close(self) -> None:
         pass
@@ -210,22 +215,70 @@ def test_addresses_that_are_none(kind: str, address: str) -> None:
         carrier.read(address, memory.ctypes.data, memory.ctypes.data, 100, time.monotonic() + 30)
 
 
-def test_memory_of_a_transfer_that_was_given_up_is_not_used_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def noisy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    monkeypatch.setattr(carrier_module, "WINDOW_BYTES", 1 << 12)
     monkeypatch.setattr(carrier_module, "NUM_WINDOWS", 2)
-    monkeypatch.setattr(carrier_module, "QUIET_S", 0.2)
+    monkeypatch.setattr(carrier_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(MemoryCarrier, "noisy", places := set[int]())
+    return places
+
+
+def test_memory_of_a_transfer_that_was_given_up_is_used_again_when_it_is_quiet(noisy: set[int]) -> None:
     windows = Windows(MemoryCarrier())
     first, second = (windows.take(0.0) for _ in range(2))
     assert first.place != second.place
     with pytest.raises(LinkError, match="slow"):
         windows.take(time.monotonic() + 0.01)
-    given_up = time.monotonic()
-    windows.give_up(first, given_up + 0.1)
+    noisy.add(first.place)
+    windows.give_up(first)
     with pytest.raises(LinkError, match="slow"):
-        windows.take(given_up + 0.2)
+        windows.take(time.monotonic() + 0.1)
     windows.give_back(second)
     assert windows.take(0.0) is second
-    assert windows.take(given_up + 10) is first
-    assert time.monotonic() - given_up >= 0.3
+    threading.Timer(0.1, noisy.clear).start()
+    assert windows.take(time.monotonic() + 10) is first
+    windows.give_up(second)  # which was quiet from the start
+    assert windows.take(0.0) is second
+
+
+def test_transfers_that_never_end_leave_memory_for_others(noisy: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier_module, "MAX_WINDOWS", 3)
+    windows = Windows(MemoryCarrier())
+    for each in (first := windows.take(0.0), windows.take(0.0)):
+        noisy.add(each.place)
+        windows.give_up(each)
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="no_room"):  # nothing comes back soon, so that no request waits for it
+        windows.take(began + 30)
+    assert time.monotonic() - began < 10
+    monkeypatch.setattr(time, "monotonic", lambda: began + carrier_module.LOST_S + 10)
+    third = windows.take(0.0)
+    assert third.place not in noisy
+    noisy.add(third.place)
+    windows.give_up(third)
+    with pytest.raises(LinkError, match="no_room"):  # there are as many as there may be
+        windows.take(began + 10 * carrier_module.LOST_S)
+    noisy.remove(first.place)
+    assert windows.take(0.0) is first
+
+
+def test_memory_that_cannot_be_had_once_is_asked_for_again(noisy: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = Windows(MemoryCarrier())
+    for each in (windows.take(0.0), windows.take(0.0)):
+        noisy.add(each.place)
+        windows.give_up(each)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + carrier_module.LOST_S + 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryCarrier, "register", refuse)
+        with pytest.raises(LinkError, match="no_room"):
+            windows.take(0.0)
+    assert windows.take(0.0).place not in noisy
+
+
+def refuse(carrier: MemoryCarrier, memory: object) -> None:
+    raise ConfigError("this memory cannot be registered")
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1], [10], [4, 0, 5], [25], [3, 30, 7]])

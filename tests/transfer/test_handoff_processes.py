@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.processes import free_port
 from tests.server.test_server_cache import PROMPT
 from tests.server.test_server_process import process
 from tests.transfer.sides import KEY
@@ -29,12 +29,6 @@ FLAGS = [
     "--port",
     "0",
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow

@@ -8,12 +8,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmamba.cuda_graphs import EagerReplay, NextPart
+from specmamba.engine.captured.ending_rows import EndingRows
 from specmamba.engine.captured.step_inputs import StepInputs
 from specmamba.engine.engine import Engine
 from specmamba.verify.result import StepOutput
@@ -48,6 +51,8 @@ class DeferredReplay(EagerReplay[StepOutput]):
         self._results: dict[Hashable, Any] = {}
         self._newest: Future[None] = Future()
         self._newest.set_result(None)
+        self._last: Future[Any] = self._newest  # that the thread was given
+        self._copies: dict[int, Future[Any]] = {}  # the newest to each piece of memory
         self._thread = ThreadPoolExecutor(1, "device")
 
     def run(
@@ -61,37 +66,36 @@ class DeferredReplay(EagerReplay[StepOutput]):
         assert isinstance(key, tuple)
         whole = None if then is None or key[1][0] == "given" else (key, then.key)  # drafters observe those behind them
         if fill is not None:
-            assert self._newest.done(), "the host writes while a step may still read"
             fill()
         if then is None or whole not in self._results:
             assert fill is not None
-            self._thread.submit(lambda: None).result()
+            self.drain()
             result = super().run(key, function, clear, None, then)
             if whole is not None:
                 self._results[whole] = result = _each(result, Tensor.clone)
             return result
         self.num_chained += fill is None
         result, second = self._results[whole], then.function
-        self._newest = self._thread.submit(self._work, lambda: second(function()), result)
+        self._last = self._newest = self._thread.submit(self._work, lambda: second(function()), result)
         self.num_deferred += 1
         return result
 
     def read(self, tensors: Sequence[Tensor]) -> DeferredRead:
-        return DeferredRead(self._newest, self._thread.submit(lambda: [tensor.tolist() for tensor in tensors]))
+        self._last = copy = self._thread.submit(lambda: [tensor.tolist() for tensor in tensors])
+        return DeferredRead(self._newest, copy)
 
     def may_follow(self, key: Hashable, then: NextPart) -> bool:
         return (key, then.key) in self._results
 
     def queue(self, work: Callable[[], object]) -> None:
-        self._thread.submit(torch.inference_mode()(work))
+        self._last = self._thread.submit(torch.inference_mode()(work))
+        if isinstance(work, partial):  # a copy of one of two pieces of memory: the host writes the other one next
+            self._copies.setdefault(id(work.args[0]), self._last).exception()
+            self._copies[id(work.args[0])] = self._last
 
-    def in_order(self, work: Callable[..., None]) -> Callable[..., None]:
-        """A function that is done behind the steps so far, and waited for."""
-
-        def ordered(*args: Any) -> None:
-            self._thread.submit(torch.inference_mode()(work), *args).result()
-
-        return ordered
+    def drain(self) -> None:
+        """Wait for all that the thread was given."""
+        self._last.exception()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -100,6 +104,23 @@ class DeferredReplay(EagerReplay[StepOutput]):
     def _work(self, step: Callable[[], Any], result: Any) -> None:
         time.sleep(self._delay())
         _write(step(), result)
+
+
+class InOrder(TorchDispatchMode):
+    """Does every operator of the host's thread behind what the device's thread was given before, as one stream does.
+
+    Only the results are in order: the host waits, where it would go on beside a GPU. What the host writes without an
+    operator, as numbers that are to be copied, is written at once.
+    """
+
+    def __init__(self, replay: DeferredReplay) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._replay = replay
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self._replay.drain()
+        return func(*args, **(kwargs or {}))
 
 
 def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -136,11 +157,15 @@ def deferred(engine: Engine, delay: Callable[[], float]) -> Iterator[DeferredRep
     max_nodes, num_rows = inputs.forced_output_ids.shape[1], graphs.buckets[-1]
     graphs.inputs = StepInputs(num_rows, max_nodes, torch.device("cpu"), is_mirrored=True, queue=replay.queue)
     graphs.inputs.trees = inputs.trees  # a sizer has them, too
-    runner = engine.runner
-    runner.complete = replay.in_order(runner.complete)  # type: ignore[method-assign]  # a step may run the drafter, too
+    runner, table = engine.runner, engine.pools.table
+    ending_rows, on_device = runner.ending_rows, table._on_device
+    runner.ending_rows = EndingRows(table.num_rows, torch.device("cpu"), is_mirrored=True, queue=replay.queue)
+    table._is_mirrored, table._on_device = True, on_device.clone()
     try:
-        yield replay
+        with InOrder(replay):
+            yield replay
     finally:
         replay.close()
-        del runner.complete
+        table._is_mirrored, table._on_device = False, on_device
+        runner.ending_rows = ending_rows
         graphs.replay, graphs.inputs = before, inputs

@@ -216,7 +216,7 @@ class TestText:
         with new_llm("chain", **DIRECT) as plain, new_llm("chain", cuda_graph_max_bs=BUCKET) as replayed:
             graphs = replayed.engine.runner.graph_runner
             assert graphs is not None
-            graphs.replay = GraphReplay(torch.device("cuda"))
+            graphs.replay = GraphReplay(torch.device("cuda"), 1 << 40)
             case = "greedy", 3
             assert_same_answers(case, answer_all(replayed, *case), answer_all(plain, *case), plain)
         said = [record.getMessage() for record in caplog.records if "could not be captured" in record.getMessage()]

@@ -298,6 +298,8 @@ def test_nothing_is_read_between_two_launches(drafts: str, monkeypatch: pytest.M
         assert isinstance(replay, Watched)
         run(engine, [(str(i), list(PROMPTS[i]), LONG) for i in range(2)])
         start(engine, 2)
+        assert engine.cache_manager.grow_ahead(engine.scheduler.verifying, 60, 0)  # for all steps that are watched
+        engine.pools.table.upload()
         launch, watches = engine.runner.launch_behind, list[StepWatch]()
 
         def watched(*args: Any) -> Any:
@@ -311,7 +313,7 @@ def test_nothing_is_read_between_two_launches(drafts: str, monkeypatch: pytest.M
         num_chained = replay.num_chained
         for _ in range(6):
             first = engine._in_flight
-            assert engine._launch_behind()
+            assert engine._launch_behind([])
             assert first is engine._in_flight, "the first one was read"
             engine._tell(engine._receive())
         assert replay.num_chained == num_chained + 6 == num_chained + len(watches)
@@ -359,9 +361,10 @@ class TestSteps:
         assert chain_of(plain).num_for_requests > before.num_for_requests
         assert chain_of(plain).num_chained > before.num_chained + 20
 
+    @pytest.mark.usefixtures("no_headroom")
     def test_wait_where_memory_must_be_made_free(self) -> None:
         """Nothing is evicted or moved under a step in flight where pools are elastic."""
-        engine = build(mtp=0, max_running_requests=2, cuda_graph_max_bs=2, max_total_tokens=96, page_size=8)
+        engine = build(mtp=0, max_running_requests=2, cuda_graph_max_bs=2, max_total_tokens=80, page_size=8)
         expected = build(mtp=0, **DIRECT, max_total_tokens=400)
         requests = [(str(i), list(PROMPTS[i]), change(LONG, max_tokens=44)) for i in range(4)]
         with deferred(engine, random_delays(11, longest=0.001)):
@@ -545,11 +548,14 @@ class TestColumns:
         columns = self.columns(queue)
         columns.write({"a": [1, 2, 3, 4], "b": [5, 6, 8, 9], "c": [2, 3, 4, 5]})
         self.do(queue)
-        columns.keep(torch.tensor([1, 3, -1, -1]))
-        assert [columns.read(name, 4).tolist() for name in "abc"] == [[2, 4, 0, 0], [6, 9, 7, 7], [3, 5, 1, 1]]
+        others = self.columns(queue)
+        others.write({"a": [0, 0, 6], "c": [1, 1, 9]})
+        self.do(queue)
+        columns.keep(torch.tensor([1, 3, -1, -1]), others)
+        assert [columns.read(name, 4).tolist() for name in "abc"] == [[2, 4, 6, 0], [6, 9, 7, 7], [3, 5, 9, 1]]
         more = {"b": columns.read("b", 3) + 1, "c": columns.read("c", 3) > 4}
         columns.put(more, columns.read("a", 3) > 0)
-        assert [columns.read(name, 4).tolist() for name in "abc"] == [[2, 4, 0, 0], [7, 10, 7, 7], [0, 1, 1, 1]]
+        assert [columns.read(name, 4).tolist() for name in "abc"] == [[2, 4, 6, 0], [7, 10, 8, 7], [0, 1, 1, 1]]
 
 
 def test_replaced_requests_are_others() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -123,7 +125,7 @@ def test_a_capture_without_memory_is_the_callers_error(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(GraphReplay, "_capture", fail)
-    replay: GraphReplay[int] = GraphReplay(torch.device("cuda"))
+    replay: GraphReplay[int] = GraphReplay(torch.device("cuda"), 0)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         replay.run("key", lambda: 1, lambda: None, lambda: None)
 
@@ -148,7 +150,7 @@ def test_second_parts_share_a_captured_first_part(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(GraphReplay, "_capture", capture)
-    replay: GraphReplay[Tensor] = GraphReplay(torch.device("cuda"))
+    replay: GraphReplay[Tensor] = GraphReplay(torch.device("cuda"), 0)
     for number, added in ((1, 5), (2, 5), (3, 7), (4, 5), (5, 7)):
         then = NextPart(added, partial(torch.add, torch.tensor(added)))
         got = replay.run("first", lambda: x * 2, x.zero_, partial(x.fill_, number), then)
@@ -157,11 +159,191 @@ def test_second_parts_share_a_captured_first_part(monkeypatch: pytest.MonkeyPatc
     assert seen == [[0, 0]] * 3
 
 
+class FakeGPU:
+    """Stands for what ``GraphReplay`` asks of torch.cuda; notes what is done, and on which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.current = "main"
+        self.ends = True  # captures can be ended
+        self.memory = True  # there is memory for a capture
+        self.reserved = 0  # bytes
+        self.grows = 0  # by a capture
+        gpu = self
+
+        class Stream:
+            device_index = 3
+
+            def __init__(self, name: object) -> None:
+                self.name = str(name)
+
+            def wait_stream(self, other: Stream) -> None:
+                gpu.done.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            function: Callable[[], object]
+
+            def replay(self) -> None:
+                gpu.done.append("replay")
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            before, gpu.current = gpu.current, stream.name
+            try:
+                yield
+            finally:
+                gpu.current = before
+
+        @contextmanager
+        def capture(graph: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
+            """As PyTorch's, which does not leave its stream where it cannot end the capture."""
+            assert (pool, capture_error_mode) == ("pool", "thread_local")
+            before, gpu.current = gpu.current, "capture"
+            gpu.done.append("capture")
+            if not gpu.memory:
+                gpu.current = before
+                raise torch.cuda.OutOfMemoryError("no memory")
+            yield
+            gpu.reserved += gpu.grows
+            if not gpu.ends:
+                raise RuntimeError("cannot be ended")
+            gpu.current = before
+
+        def set_stream(stream: Stream) -> None:
+            gpu.current = stream.name
+
+        def end_pool(device: int, pool: object) -> None:
+            assert (device, pool) == (3, "pool")
+            gpu.done.append("end of pool")
+            if gpu.ends:
+                raise RuntimeError("not recording")
+
+        for name, value in {
+            "Stream": lambda device: Stream("side"),
+            "CUDAGraph": Graph,
+            "current_stream": lambda device: Stream(gpu.current),
+            "stream": on,
+            "graph": capture,
+            "set_stream": set_stream,
+            "graph_pool_handle": lambda: "pool",
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+            "memory_reserved": lambda device: gpu.reserved,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_pool)
+
+    def call(self) -> str:
+        """A function that is captured."""
+        self.done.append(f"call on {self.current}")
+        return "result"
+
+
+class TestCaptures:
+    """On a stand-in for a GPU: what is called, captured and replayed, on which stream, and what a failure leaves."""
+
+    def run(self, replay: GraphReplay[str], gpu: FakeGPU, key: str = "key") -> list[str]:
+        gpu.done.clear()
+        found = replay.run(key, gpu.call, lambda: gpu.done.append("clear"), lambda: gpu.done.append("fill"))
+        assert found == "result"
+        return list(gpu.done)
+
+    def test_are_made_at_the_first_run_before_requests_are_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = FakeGPU(monkeypatch)
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), 0)
+        warm_up = ["side waits for main", "call on side", "call on side", "main waits for side"]
+        assert self.run(replay, gpu) == ["clear", *warm_up, "capture", "call on capture", "fill", "replay"]
+        assert self.run(replay, gpu) == ["fill", "replay"]
+        assert (gpu.current, replay.num_unreplayed) == ("main", 1)
+
+    def test_take_no_more_than_a_step_while_requests_are_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = FakeGPU(monkeypatch)
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), 0)
+        replay.serve()
+        for _ in range(2):
+            assert self.run(replay, gpu) == ["fill", "call on main"]
+        assert self.run(replay, gpu) == ["clear", "capture", "call on capture", "fill", "replay"]
+        assert self.run(replay, gpu) == ["fill", "replay"]
+        assert replay.num_unreplayed == 3
+
+    def test_are_of_one_part_a_run_while_requests_are_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = FakeGPU(monkeypatch)
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), 0)
+        replay.serve()
+        then, counts = NextPart("decide", lambda given: gpu.call()), list[tuple[int, ...]]()
+        for _ in range(5):
+            gpu.done.clear()
+            replay.run("key", gpu.call, lambda: None, lambda: None, then)
+            assert replay.may_follow("key", then) == (len(counts) >= 3)
+            counts.append(tuple(gpu.done.count(what) for what in ("call on main", "capture", "replay")))
+        # the second part is called behind the captured first one, then captured behind it, too
+        assert counts == [(2, 0, 0), (2, 0, 0), (1, 1, 1), (0, 1, 3), (0, 0, 2)]
+
+    @pytest.mark.parametrize("serves", [False, True])
+    def test_that_cannot_be_ended_leave_the_stream_and_the_pool(
+        self, serves: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpu = FakeGPU(monkeypatch)
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), 0)
+        if serves:
+            replay.serve()
+        gpu.ends = False
+        for number in range(3):
+            assert self.run(replay, gpu)[-2:] == ["fill", "call on main"]
+            assert ("end of pool" in gpu.done) == (number == 2 * serves)
+        gpu.ends = True
+        assert self.run(replay, gpu, "other")[-1] == ("call on main" if serves else "replay")
+        assert gpu.current == "main"
+
+    @pytest.mark.parametrize("serves", [False, True])
+    def test_that_take_more_than_planned_warn_once(
+        self, serves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        gpu, warnings = FakeGPU(monkeypatch), list[int]()
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), planned_bytes=100 << 20)
+        replay.serve(serves)
+        for key, grows in (("a", 60), ("b", 40), ("c", 20), ("d", 5)):
+            gpu.grows = grows << 20
+            for _ in range(4):
+                self.run(replay, gpu, key)
+            warnings.append(len(caplog.messages))
+        assert warnings == [0, 0, 1, 1]
+        assert replay.pool_bytes == 125 << 20
+        assert "captured steps take 120 MiB, and the memory plan has 100 MiB for them" in caplog.text
+
+    @pytest.mark.parametrize("serves", [False, True])
+    def test_without_memory_stop_the_start_and_no_server(self, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = FakeGPU(monkeypatch)
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), 0)
+        gpu.memory = False
+        if not serves:
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                self.run(replay, gpu)
+            return
+        replay.serve()
+        for _ in range(4):
+            assert self.run(replay, gpu)[-2:] == ["fill", "call on main"]
+        assert replay.num_unreplayed == 3
+
+    def test_whose_warm_up_fails_are_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it has begun on its stream would run beside the step that is called instead."""
+        gpu, calls = FakeGPU(monkeypatch), itertools.count()
+
+        def fail() -> str:
+            if next(calls) == 1:
+                raise RuntimeError("an operator")
+            return gpu.call()
+
+        replay: GraphReplay[str] = GraphReplay(torch.device("cuda"), 0)
+        assert replay.run("key", fail, lambda: None, lambda: None) == "result"
+        assert gpu.done == ["side waits for main", "call on side", "main waits for side", "call on main"]
+
+
 @pytest.mark.gpu
 class TestGraphs:
     def test_replays_see_new_inputs_and_captures_leave_no_trace(self) -> None:
         device = torch.device("cuda")
-        replay: GraphReplay[Tensor] = GraphReplay(device)
+        replay: GraphReplay[Tensor] = GraphReplay(device, 1 << 30)
         columns = Columns({"x": 0}, 4, torch.int64, device)
         total = torch.zeros(1, dtype=torch.int64, device=device)
 

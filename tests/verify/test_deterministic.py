@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import functional as F
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 from specmamba.flags.command_line import parse_command_line
 from specmamba.kernels.native import library
+from specmamba.models import nemotron_h
 from specmamba.sampling_params import SpeculationParams
 from tests.decisions import decide_at_random, without_measurement
 from tests.families import FAMILIES
@@ -41,7 +44,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"speculative_num_steps": 2, "chunked_prefill_size": 32},
     "tree": {**TREE, "chunked_prefill_size": 32},
 }
-MODELS = {"demo": None, "gated delta net": "qwen3.5", "Mamba2": "granite-hybrid", "KDA and latents": "kimi-linear"}
+MODELS = {
+    "demo": None,
+    "gated delta net": "qwen3.5",
+    "Mamba1 alone": "falcon-mamba",
+    "Mamba1 and experts": "jamba",
+    "Mamba2": "granite-hybrid",
+    "Mamba2 and experts with GELU": "nemotron-h",
+    "KDA and latents": "kimi-linear",
+    "KDA and limits of activations": "bailing-hybrid",
+}
+GELU = {"mlp_hidden_act": "gelu"}
+LIMITED = {"expert_swiglu_limit_list": [0.05] * 4, "share_expert_swiglu_limit_list": [0.02] * 4}
 
 Answers = list[tuple[Any, ...]]
 
@@ -56,6 +70,9 @@ def folder_of(model: str, root: Path) -> Path | None:
         return None
     folder = root / name
     FAMILIES[name].build(folder / "target", seed=3)
+    if changes := {"bailing-hybrid": LIMITED, "nemotron-h": GELU}.get(name):
+        file = folder / "target" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text("utf8")) | changes), "utf8")
     add_noise(folder / "target", folder / "draft", 0.01)  # a small model that guesses right mostly, and not always
     return folder
 
@@ -99,7 +116,9 @@ def preempt_often(llm: LLM) -> None:
 CASES = [(model, dtype, way) for model in MODELS for dtype in ("bfloat16", "float32") for way in WAYS]
 
 
-@pytest.mark.fast_cases("demo-float32", "Mamba2-float32-tree", "Mamba2-bfloat16-chain", "demo-bfloat16-tree")
+@pytest.mark.fast_cases(
+    "demo-float32", "Mamba2-float32-tree", "Mamba2-bfloat16-chain", "demo-bfloat16-tree", "GELU-float32-chain"
+)
 @pytest.mark.parametrize(("model", "dtype", "way"), CASES)
 def test_bits_are_those_of_a_request_alone(
     model: str, dtype: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,13 +175,16 @@ def test_refuses_flags(flags: str) -> None:
         parse_command_line(EngineConfig, "specmamba serve", ["--deterministic", *flags.split()])
 
 
-def test_refuses_mamba1(tmp_path: Path) -> None:
-    FAMILIES["mamba1"].build(tmp_path, seed=3)
-    with pytest.raises(ConfigError, match="MambaForCausalLM has Mamba1 layers"):
-        LLM(model=str(tmp_path), deterministic=True, **LIMITS)
-
-
 def test_refuses_a_process_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda _: None)
     with pytest.raises(ConfigError, match="needs native code"):
         LLM(deterministic=True, **LIMITS)
+
+
+def test_refuses_activations_whose_bits_depend_on_their_place(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model of one's own may have them."""
+    monkeypatch.setitem(nemotron_h.ACTIVATIONS, "gelu", F.gelu)
+    folder = folder_of("Mamba2 and experts with GELU", root)
+    assert folder is not None
+    with pytest.raises(ConfigError, match="NemotronHForCausalLM has gelu, which has no exact form"):
+        LLM(model=str(folder / "target"), deterministic=True, **LIMITS)

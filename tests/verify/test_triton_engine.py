@@ -36,7 +36,7 @@ from tests.pairwise import IS_FULL
 from tests.repository import ROOT
 from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 STATES = ["records", "snapshots"] if IS_FULL else ["records"]  # operators have tests of both
 
 pytest.importorskip("triton")
@@ -44,9 +44,11 @@ pytest.importorskip("triton")
 PROGRAM = """
 import json, sys, torch
 from specmamba.kernels import gpu
+from tests.kernels.interpreter import quicken_interpreter
 from tests.verify.test_triton_engine import generate
 
 torch.set_num_threads(1)
+quicken_interpreter()
 assert gpu.runs_on(torch.device("cpu"))
 print(json.dumps(generate(**json.loads(sys.argv[1]))))
 """

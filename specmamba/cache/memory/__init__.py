@@ -47,6 +47,7 @@ class MemoryPlan:
     snapshot_bytes_per_draft_token: int
     draft_bytes: int = 0  # states and records of a draft model
     graph_bytes: int = 0  # logits between the two parts of captured steps
+    graph_pool_bytes: int = 0  # what graphs of a GPU keep, estimated: activations of the largest captured step
     largest_captured_batch: int = 0  # requests of the largest captured step; 0: none is captured
     kv_cache_dtype: str = "auto"  # of stored keys and values; auto: the model's
     elastic: SplitBounds | None = None  # of pools that start with these sizes; None: they keep them
@@ -70,7 +71,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         pools = self.kv_bytes + self.state_bytes + self.spec_bytes + self.draft_bytes + self.table_bytes
-        return self.weight_bytes + pools + self.graph_bytes + self.end_bytes
+        return self.weight_bytes + pools + self.graph_bytes + self.graph_pool_bytes + self.end_bytes
 
     @property
     def spec_bytes_per_request(self) -> int:
@@ -143,7 +144,10 @@ class MemoryPlan:
         if not self.graph_bytes:
             return []
         held = f"logits between forward and decision, of up to {self.largest_captured_batch} requests"
-        return [("captured steps", readable(self.graph_bytes), held)]
+        rows: list[TableRow] = [("captured steps", readable(self.graph_bytes), held)]
+        if self.graph_pool_bytes:
+            rows.append(("graphs", readable(self.graph_pool_bytes), "what they keep of activations, estimated"))
+        return rows
 
     def _request_rows(self) -> list[TableRow]:
         records, snapshots = self.record_bytes_per_draft_token, self.snapshot_bytes_per_draft_token
@@ -175,6 +179,7 @@ def plan_memory(
     budget_bytes: int,
     weight_bytes: int = 0,
     elastic_chunk: int | None = None,
+    graph_token_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the pools for a configuration.
 
@@ -189,6 +194,7 @@ def plan_memory(
         weight_bytes: bytes of the weights.
         elastic_chunk: bytes of the chunks in which KV and states take memory from each other, 0 where the system gives
             memory to what is written (``memory.elastic.elastic_chunk``); None: they do not.
+        graph_token_bytes: of one token in a captured step on a GPU; 0: graphs have no memory of their own.
 
     Raises:
         ConfigError: the limits contradict each other or do not fit the memory; the message names settings that work.
@@ -201,7 +207,10 @@ def plan_memory(
         raise ConfigError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: no layer of this model keeps keys and values: drop it"
         )
-    demand = Demand(config, shape, model_context, vocab_size, max_nodes, num_lookahead_slots, weight_bytes)
+    of_model = shape, model_context, vocab_size
+    demand = Demand(
+        config, *of_model, max_nodes, num_lookahead_slots, weight_bytes, graph_token_bytes=graph_token_bytes
+    )
     if demand.given_pages is not None and demand.given_pages < demand.fewest_pages:
         raise ConfigError(explain_contradiction(demand, budget_bytes))
     if demand.fewest_bytes > budget_bytes:
@@ -238,6 +247,7 @@ def plan_memory(
         snapshot_bytes_per_draft_token=demand.draft_token_bytes(shape.snapshot_bytes),
         draft_bytes=demand.draft_bytes,
         graph_bytes=demand.graph_bytes,
+        graph_pool_bytes=demand.graph_pool_bytes,
         largest_captured_batch=config.largest_captured_batch,
         kv_cache_dtype=config.kv_cache_dtype,
         elastic=elastic,

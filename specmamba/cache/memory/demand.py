@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from specmamba.cache.shapes import MISSED_TOKENS, CacheShape, pending_token_capacity
+from specmamba.cache.shapes import MISSED_AT_ONCE, MISSED_TOKENS, CacheShape, pending_token_capacity
 from specmamba.config import TEXT_ALGORITHMS, EngineConfig
 
 # Acceptance by rejection holds this many distributions over the vocabulary for every node of a step.
 DISTRIBUTIONS_PER_NODE = 6
 LOGIT_BYTES = 4
+GRAPH_BYTES = 64 << 20  # of the pool of graphs: workspaces of libraries, and rounding of what PyTorch takes at a time
 COUNT_BYTES = 5  # per token of the vocabulary: its count in the output, and whether the prompt has it (for penalties)
 SLOT_BYTES = 8  # int64: the KV slot of a position, the slot of a cached token, a token of a drafter
 HISTORY_BYTES = 4  # int32: a token of the text that drafts are copied from
@@ -27,7 +28,13 @@ TOKENS_PER_STATE = 64
 
 MAX_FRACTION = 0.95  # the rest is for the activations of a step
 # settings that can be lowered, in the order in which they are when one of them is not enough
-LOWERABLE = ("context_length", "max_total_tokens", "max_mamba_cache_size", "max_running_requests")
+LOWERABLE = (
+    "context_length",
+    "max_total_tokens",
+    "max_mamba_cache_size",
+    "max_running_requests",
+    "cuda_graph_max_bs",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class Demand:
     num_lookahead_slots: int
     weight_bytes: int
     table_pages: int = 0  # pages that tables have room for, if that is more than the pool has; 0: the pools are fixed
+    graph_token_bytes: int = 0  # of one token in a captured step on a GPU; 0: graphs have no memory of their own
     end_page: int = 0  # bytes of the system's pages, of which each layer of elastic pools takes the last one whole
 
     @property
@@ -133,6 +141,17 @@ class Demand:
         """Bytes of the logits that captured steps hand from the forward to the decision: float32 at the most."""
         return self.config.largest_captured_batch * self._logit_bytes(self.max_nodes)
 
+    @property
+    def graph_pool_bytes(self) -> int:
+        """Bytes of the memory that captured steps on a GPU keep, by those of the largest, estimated.
+
+        Graphs of other batch sizes and kinds use the same memory, since no two of them run at the same time.
+        """
+        largest = self.config.largest_captured_batch
+        if not (largest and self.graph_token_bytes):
+            return 0
+        return GRAPH_BYTES + largest * self._graph_request_bytes(self.max_nodes)
+
     def table_bytes(self, num_pages: int) -> int:
         """Bytes of all tables and buffers per row, and of the bookkeeping of pages and cached tokens."""
         config, rows = self.config, self.config.max_running_requests
@@ -159,12 +178,13 @@ class Demand:
         """
         parts = [spec_bytes, self._drafter_bytes, self._draft_model_bytes, self._distribution_bytes]
         if self.config.largest_captured_batch:
-            parts.append(self._logit_bytes)
+            parts += [self._logit_bytes, self._graph_request_bytes]
         return sum(part(self.max_nodes + 1) - part(self.max_nodes) for part in parts)
 
     def total_bytes(self, num_pages: int, num_state_slots: int) -> int:
         pools = self.kv_bytes(num_pages) + self.state_bytes(num_state_slots) + self.spec_bytes + self.draft_bytes
-        return self.weight_bytes + pools + self.graph_bytes + self.table_bytes(num_pages) + self.end_bytes
+        graphs = self.graph_bytes + self.graph_pool_bytes
+        return self.weight_bytes + pools + graphs + self.table_bytes(num_pages) + self.end_bytes
 
     @property
     def end_bytes(self) -> int:
@@ -190,7 +210,8 @@ class Demand:
         Where sizes are fixed, states before the tokens that were pending before a step are kept too, for steps that are
         launched behind it.
         """
-        missed = 2 * MISSED_TOKENS if self.config.speculative_adaptive == "auto" else 0  # joined where rows come back
+        is_sized = self.config.speculative_adaptive == "auto"
+        missed = 2 * MISSED_TOKENS + MISSED_AT_ONCE if is_sized else 0  # joined where rows come back
         if self.shape.draft_context:
             return missed * self.shape.draft_context * self.shape.dtype.itemsize
         if not self.shape.draft_features or self.shape.draft_model is not None:
@@ -210,6 +231,12 @@ class Demand:
     def _logit_bytes(self, max_nodes: int) -> int:
         """Bytes of the logits of one request in a captured step."""
         return LOGIT_BYTES * self.vocab_size * max_nodes
+
+    def _graph_request_bytes(self, max_nodes: int) -> int:
+        """Bytes of one request in the memory of graphs: activations, and logits once more, or what is made of them."""
+        if not self.graph_token_bytes:
+            return 0
+        return max_nodes * self.graph_token_bytes + self._logit_bytes(max_nodes)
 
     def _distribution_bytes(self, max_nodes: int) -> int:
         """Bytes of the distributions in a step of one request."""
@@ -242,7 +269,7 @@ def explain_shortage(demand: Demand, budget_bytes: int) -> str:
         f"{mib(demand.table_bytes(pages))} for their tables",
     ]
     if demand.graph_bytes:
-        parts.append(f"{mib(demand.graph_bytes)} for captured steps")
+        parts.append(f"{mib(demand.graph_bytes + demand.graph_pool_bytes)} for captured steps")
     if demand.draft_bytes:
         parts.insert(3, f"{mib(demand.draft_bytes)} for the draft model's states")
     if demand.weight_bytes:
@@ -286,6 +313,9 @@ def _remedies(demand: Demand, budget_bytes: int) -> list[str]:
     records = demand.with_changes(speculative_state="records")
     if demand.config.speculative_state == "snapshots" and records.fewest_bytes <= budget_bytes:
         remedies.append("choose --speculative-state records")
+    direct = demand.with_changes(disable_cuda_graph=True)
+    if demand.graph_pool_bytes and direct.fewest_bytes <= budget_bytes:
+        remedies.append("give --disable-cuda-graph")
     if not remedies:
         remedies = _all_together(demand, budget_bytes)
     return remedies + _larger_fraction(demand, budget_bytes)

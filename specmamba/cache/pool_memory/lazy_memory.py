@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmamba.processes.unused_memory import end_huge_pages_at, give_back_pages
+from specmamba.processes.unused_memory import HUGE_PAGE, end_huge_pages_at, give_back_pages
 
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 
@@ -39,17 +39,6 @@ def give_back_zeros(zeros: Tensor) -> None:
         give_back_pages(zeros.data_ptr(), zeros.nbytes)
 
 
-def give_back_behind(layers: Tensor, count: int) -> None:
-    """Give back what a tensor of ``lazy_zeros`` has behind the first ``count`` entries of each layer, as above.
-
-    The system may use huge pages for these entries, and uses none that would reach behind them.
-    """
-    for layer in layers if layers.is_cpu else ():
-        begin = layer.data_ptr()
-        end_huge_pages_at(begin, begin + layer[:count].nbytes, begin + layer.nbytes)
-        give_back_zeros(layer[count:])
-
-
 class LazyLayers:
     """``tensor`` [layers, entries, ...] of which the operating system gives memory to what was written.
 
@@ -58,10 +47,26 @@ class LazyLayers:
 
     def __init__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = lazy_zeros(size, dtype, device)
+        self._count = size[1]  # entries of each layer that may have memory
+        self._layer_bytes = math.prod(size[1:]) * dtype.itemsize
+        # elastic pools fit in each move: no view of a tensor is made for it
+        self._begins = [layer.data_ptr() for layer in self.tensor] if self.tensor.is_cpu else []
+        self._borders: dict[int, int] = {}  # by the address of a layer: where its huge pages end
 
     def fit(self, count: int) -> None:
-        """Give back the memory behind the first ``count`` entries of each layer; huge pages end before it."""
-        give_back_behind(self.tensor, count)
+        """Give back the memory behind the first ``count`` entries of each layer; huge pages end before it.
+
+        Behind entries that are added there is none: nothing was written there since it was given back.
+        """
+        num_bytes = self._layer_bytes // max(1, self.tensor.shape[1]) * count
+        for begin in self._begins:
+            end, limit = begin + num_bytes, begin + self._layer_bytes
+            if self._borders.get(begin) != (border := end // HUGE_PAGE):
+                end_huge_pages_at(begin, end, limit)
+                self._borders[begin] = border
+            if count < self._count:
+                give_back_pages(end, limit - end)
+        self._count = count
 
     def give_back(self) -> None:
         """Make all entries zeros that take no memory, on a CPU."""

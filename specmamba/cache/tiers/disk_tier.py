@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry, read_header
+from specmamba.cache.tiers.codec import EntryError, encode, encoded_bytes, read_entry
 from specmamba.cache.tiers.entry import Entry, EntryLayout
 from specmamba.cache.tiers.entry_folder import EntryFile, EntryFolder
 from specmamba.cache.tiers.entry_index import Name, Stored
@@ -55,14 +55,17 @@ class DiskTier(ThreadedTier):
         self._folder, self.secret = EntryFolder.open(path)
         self._max_tokens = max_tokens
         self._scanned, self._seen = 0.0, -1
+        self._will_scan = False  # a look for what other processes have written waits or runs
         with suppress(OSError):
             self._folder.remove_leftovers()
         self._scan()
 
     def find(self, text: PrefixHasher) -> list[Stored]:
         """Return the entries that hold the longest beginning of a text, those that are being written included."""
-        if self._is_scan_due:
-            self._reader.put(self._scan_if_due, 0)
+        if self._is_scan_due and not self._will_scan:  # one at a time: the disk may not answer for long
+            self._will_scan = True  # before the reader can have done it
+            if not self._reader.put(self._scan_in_turn, 0):
+                self._will_scan = False
         with self._lock:
             return self._index.find(self.layout.fingerprint, text)
 
@@ -121,13 +124,12 @@ class DiskTier(ThreadedTier):
             return coming
         with self._folder.read(stored.name) as stream:
             entry = read_entry(stream, self.layout, self._max_tokens, with_state)
-        if (entry.key, entry.parent, entry.start, entry.end) != (
-            stored.key,
-            stored.parent,
-            stored.start,
-            stored.end,
-        ):
-            raise EntryError("damaged", "it is another entry than its name and its first reading say")
+        if entry.key != stored.key:
+            raise EntryError("damaged", "it is another entry than its name says")
+        if (entry.parent, entry.start, entry.end) != (stored.parent, stored.start, stored.end):
+            self._forget(stored)
+            self._look_for(stored.key)
+            raise FileNotFoundError("another engine has stored this text in other segments")
         return entry
 
     def _touch(self, chain: Sequence[Stored]) -> None:
@@ -149,6 +151,12 @@ class DiskTier(ThreadedTier):
     @property
     def _is_scan_due(self) -> bool:
         return time.monotonic() - self._scanned > SCAN_INTERVAL_S
+
+    def _scan_in_turn(self) -> None:
+        try:
+            self._scan_if_due()
+        finally:
+            self._will_scan = False
 
     def _scan_if_due(self) -> None:
         """Scan the folder unless that was done a short time ago, or no file has come or gone since."""
@@ -176,14 +184,16 @@ class DiskTier(ThreadedTier):
         with self._lock:
             self._index.limit_use(time.time_ns())
             for stored in written:
-                if stored.name not in files and self._index.get(stored.name) is stored:
+                file = files.get(stored.name)
+                # of another size: another engine has stored this text in other segments
+                if (file is None or file.nbytes != stored.nbytes) and self._index.get(stored.name) is stored:
                     self._index.remove(stored.name)
-            for name, file in files.items():
+            for name, found in files.items():
                 if (known := self._index.get(name)) is not None:
-                    known.used = max(known.used, file.used)
-            unknown = [file for name, file in files.items() if self._index.get(name) is None]
-        for file in unknown:
-            self._read_header(file)
+                    known.used = max(known.used, found.used)
+            unknown = [found for name, found in files.items() if self._index.get(name) is None]
+        for found in unknown:
+            self._read_header(found)
 
     def _used_by_now(self, file: EntryFile) -> EntryFile:
         """Let a file that was used before the clock went back count as used now: else it would leave after all others.
@@ -207,11 +217,8 @@ class DiskTier(ThreadedTier):
         fingerprint, key = file.name
         stored = Stored(fingerprint, key, b"", 0, 0, 0, 0, file.nbytes, file.used)
         try:
-            with self._folder.read(file.name) as stream:
-                header = read_header(stream)
-            if (header.fingerprint, header.key) != file.name or header.nbytes != file.nbytes:
-                raise EntryError("damaged", "its header does not fit the file")
-            stored = Stored.of(header, file.nbytes, file.used)
+            header, nbytes = self._folder.header(file.name)
+            stored = Stored.of(header, nbytes, file.used)
         except OSError:
             return
         except EntryError as error:
@@ -240,7 +247,7 @@ class DiskTier(ThreadedTier):
                 self._give_up(entry, stored, lost)
         if lost is None:
             with self._lock:
-                self._coming.pop(entry.key, None)
+                self._came(entry)
                 stored.used = file.used
                 self._counts.writes += 1
                 self._counts.written_bytes += file.nbytes

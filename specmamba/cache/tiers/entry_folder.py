@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
+from specmamba.cache.tiers.codec import EntryError, Header, read_header
 from specmamba.cache.tiers.entry_index import Name
 from specmamba.errors import ConfigError
 
@@ -98,13 +99,26 @@ class EntryFolder:
         with os.fdopen(descriptor, "rb") as stream:
             yield stream
 
+    def header(self, name: Name) -> tuple[Header, int]:
+        """Return an entry's header and the size of its file, both of what has the name now.
+
+        Another process may have put another one in the place of the file that was listed.
+
+        Raises:
+            FileNotFoundError: it was removed.
+            EntryError: damaged, which includes a size or a name that is not the header's, or of another format.
+        """
+        with self.read(name) as stream:
+            header, nbytes = read_header(stream), os.fstat(stream.fileno()).st_size
+        if (header.fingerprint, header.key) != name or header.nbytes != nbytes:
+            raise EntryError("damaged", "its header does not fit the file")
+        return header, nbytes
+
     def write(self, name: Name, pieces: Iterable[memoryview]) -> EntryFile:
         """Write an entry's file; it appears, complete, in the place of one of the same name if there is one."""
-        temporary = self.path / f".{os.getpid()}-{secrets.token_hex(4)}-{next(self._numbers)}.tmp"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        temporary, descriptor = self._new_file()
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX)
                 for piece in pieces:
                     _write_whole(stream.fileno(), piece)
                 sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has none
@@ -140,14 +154,31 @@ class EntryFolder:
                 count += _remove_unlocked(file)
         return count
 
+    def _new_file(self) -> tuple[Path, int]:
+        """Make a temporary file, locked until its descriptor is closed: what is no leftover is not removed as one.
+
+        Another process may find it before it is locked, and remove it: then it has no name any more, and a new one is
+        made.
+        """
+        while True:
+            file = self.path / f".{os.getpid()}-{secrets.token_hex(4)}-{next(self._numbers)}.tmp"
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if os.fstat(descriptor).st_nlink > 0:
+                    return file, descriptor
+            except BaseException:
+                os.close(descriptor)
+                file.unlink(missing_ok=True)
+                raise
+            os.close(descriptor)
+
     def _read_secret(self) -> bytes:
         """Read the secret; the first process of a folder makes it, and of several at a time one."""
         file = self.path / SECRET_FILE
         if not file.exists():
-            own = self.path / f".{secrets.token_hex(8)}.tmp"
-            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            own, descriptor = self._new_file()
             with os.fdopen(descriptor, "wb") as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX)
                 stream.write(secrets.token_bytes(SECRET_BYTES))
                 stream.flush()
                 with suppress(FileExistsError):

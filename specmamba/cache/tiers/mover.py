@@ -25,11 +25,17 @@ class Mover:
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._began: float | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the jobs that wait or run."""
         return self._num_bytes
+
+    @property
+    def began(self) -> float | None:
+        """When the job that runs now has begun, by ``time.monotonic()``; None: none runs."""
+        return self._began
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a job of this size is taken now."""
@@ -78,10 +84,12 @@ class Mover:
                 if not self._jobs:
                     return
                 job, nbytes = self._jobs.popleft()
+                self._began = time.monotonic()
             try:
                 job()
             except Exception:
                 logger.exception("%s: a job failed", self._name)
+            self._began = None
             del job  # and the memory that it holds
             with self._changed:
                 self._num_bytes -= nbytes

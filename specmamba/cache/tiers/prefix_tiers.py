@@ -25,6 +25,7 @@ from specmamba.cache.tiers.tier_stats import TierStats
 from specmamba.cache.tiers.tier_writer import MIN_GAIN, Hashes, TierWriter
 
 IDLE_WAIT_S = 0.002  # of an engine that has nothing to do until a load ends
+MAX_REPEATS = 3  # of a request's load, where what it continues was evicted meanwhile
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class TierWish:
     other: Load | None = None  # of another request, which brings a part of the same text
     refused_at: int | None = None  # loads that had ended when there was no room for its own
     failed: list[Tier] = field(default_factory=list)  # tiers whose loads have failed
+    num_repeats: int = 0  # loads that came too late for what they continue
     num_stored: int | None = None  # tokens that the tiers had when they were first asked; None: not yet
 
 
@@ -115,8 +117,7 @@ class PrefixTiers:
                 tier.count_miss(result)
                 wish.failed.append(tier)  # another one may have some of it
             else:
-                wish.is_over = True
-                self._insert(tier, load, result, tokens, extra_key, tenant)
+                wish.is_over = self._insert(wish, result, tokens, extra_key, tenant)
             self._release(wish)
         return False
 
@@ -245,7 +246,7 @@ class PrefixTiers:
         """
         text = self.hashes(tokens, extra_key, tenant)
         best: tuple[Tier, list[Stored]] | None = None
-        is_first = not wish.other and not wish.failed and wish.refused_at is None  # a wish counts once
+        is_first = not (wish.other or wish.failed or wish.num_repeats) and wish.refused_at is None  # a wish counts once
         for tier in self.tiers:
             if tier in wish.failed:
                 continue
@@ -268,32 +269,37 @@ class PrefixTiers:
         wish.load = wish.tier = None
 
     def _insert(
-        self,
-        tier: Tier,
-        load: Load,
-        entries: Sequence[Entry],
-        tokens: Tokens,
-        extra_key: str | None,
-        tenant: str | None,
-    ) -> None:
-        """Insert a chain into the cache as if a request had left it."""
-        last = entries[-1]
+        self, wish: TierWish, entries: Sequence[Entry], tokens: Tokens, extra_key: str | None, tenant: str | None
+    ) -> bool:
+        """Insert what a request has loaded into the cache as if another request had left it.
+
+        Returns:
+            False: the cache is not what it was when the load began, and the request has to ask again. Its first part
+            may have been evicted, which only a longer chain brings back, or another request may have left all of it.
+        """
+        load, tier, last = wish.load, wish.tier, entries[-1]
+        assert load is not None
+        assert tier is not None
         node = self._cache.match(tokens[: last.end], extra_key, tenant).node
-        if node.end < load.chain[0].start or last.end - node.end < 1:  # evicted meanwhile, or left by another request
+        if node.end < load.chain[0].start or node.end == last.end:
+            wish.num_repeats += 1
+            if wish.num_repeats <= MAX_REPEATS:
+                return False
             tier.count_miss("no_room")
-            return
+            return True
+        start = node.end
         self._cache.lock(node)
         try:
-            inserted = self._insert_below(node, entries, tokens[node.end : last.end])
+            inserted = self._insert_below(node, entries, tokens[start : last.end])
         finally:
-            start = node.end
             self._cache.unlock(node)
         if inserted is None:
             tier.count_miss("no_room")
-            return
+            return True
         tier.count_hit(load, last.end - start)
         if tier.policy is None:  # it is new here: the other tiers may want it
             self.state_was_left(inserted)
+        return True
 
     def _insert_below(self, node: Node, entries: Sequence[Entry], tokens: Tokens) -> Node | None:
         """Insert the tokens that follow a locked node, with their KV and the state at their end.

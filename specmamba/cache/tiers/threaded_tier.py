@@ -43,15 +43,13 @@ class ThreadedTier:
         self.name, self.layout, self.policy = name, layout, policy
         self._max_bytes = max_bytes
         self._index = EntryIndex()
-        self._lock = (
-            threading.Lock()
-        )  # guards the index, which other threads change too, the counts and what is being written
+        # guards the index, which other threads change too, the counts and what is being written
+        self._lock = threading.Lock()
         self._counts = TierCounts()
         self._coming: dict[bytes, Entry] = {}  # entries that wait to be written, by key
         self._reader = Mover(f"specmamba-{name}-reader", 2 * MAX_BYTES_IN_FLIGHT)
         self._writer = Mover(f"specmamba-{name}-writer", MAX_BYTES_IN_FLIGHT)
         self._loading = 0  # bytes of loads that are not released
-        self._reads_since: float | None = None  # when the reader's thread began with its newest load
 
     def look(self, text: PrefixHasher) -> Look | None:
         """Return None: ``find`` knows what there is."""
@@ -96,6 +94,8 @@ class ThreadedTier:
 
     def note_use(self, chain: Sequence[Stored]) -> None:
         """Note that entries are in use, though in memory, so that they are not removed for what is used less."""
+        if self.hangs:  # notes would pile up
+            return
         now = time.time_ns()
         old = [entry for entry in chain if now - entry.used > TOUCH_INTERVAL_NS]
         for entry in old:
@@ -121,7 +121,7 @@ class ThreadedTier:
     @property
     def hangs(self) -> bool:
         """Whether the place does not answer, so that no request should wait for it."""
-        since = self._reads_since
+        since = self._reader.began
         return since is not None and time.monotonic() - since > MAX_LOAD_S
 
     def allocate(self, num_tokens: int, parent: bytes) -> Buffers | None:
@@ -196,14 +196,11 @@ class ThreadedTier:
     def _read(self, load: Load) -> tuple[Entry, ...] | TierMiss:
         if load.is_over:
             return "slow"
-        self._reads_since = time.monotonic()
         try:
             return self._read_chain(load)
         except Exception:  # its request must not wait
             logger.exception("an entry of the prefix cache cannot be read")
             return "unreadable"
-        finally:
-            self._reads_since = None
 
     def _forget(self, stored: Stored) -> None:
         with self._lock:
@@ -215,9 +212,13 @@ class ThreadedTier:
         """Count an entry that could not be written, and free its memory, whatever the index has of its key now."""
         self._forget(stored)
         with self._lock:
-            if self._coming.get(entry.key) is entry:
-                del self._coming[entry.key]
+            self._came(entry)
         self._lose(reason)
+
+    def _came(self, entry: Entry) -> None:
+        """Let an entry wait no more, under the lock; another one of its key may wait since."""
+        if self._coming.get(entry.key) is entry:
+            del self._coming[entry.key]
 
     def _lose(self, reason: LostWrite) -> None:
         with self._lock:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,12 @@ def main(arguments: list[str]) -> int:
     if not options.folder.is_dir():
         raise ConfigError(f"there is no folder {options.folder}: give the one of --hicache-storage-dir")
     try:
-        return int(options.run(EntryFolder(options.folder), options))
+        status = int(options.run(EntryFolder(options.folder), options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of head and the like, which have read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         raise ConfigError(f"{options.folder} cannot be used: {error.strerror}") from None
 
@@ -34,7 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     listing = _add(commands, "ls", _list, "list its entries, those used last first")
     listing.add_argument("--json", action="store_true", help="one JSON object a line")
-    pruning = _add(commands, "prune", _prune, "remove what is damaged, cut off or left by killed writers")
+    what = "damaged, cut off or left by killed writers"
+    pruning = _add(commands, "prune", _prune, f"read all entries, and remove what is {what}")
     pruning.add_argument("--size", type=_size, metavar="GIB", help="then what is oldest, until the rest fits")
     pruning.add_argument("--all", action="store_true", help="every entry")
     _add(commands, "verify", _verify, "read all entries and compare them with their digests")
@@ -58,10 +67,24 @@ def _headers(folder: EntryFolder) -> Iterator[tuple[EntryFile, Header | EntryErr
     """Iterate over all files and their headers; those that another process removes meanwhile are left out."""
     for file in sorted(folder.list(), key=lambda file: file.used, reverse=True):
         try:
+            header, nbytes = folder.header(file.name)
+            file = replace(file, nbytes=nbytes)
+            yield file, header
+        except FileNotFoundError:
+            continue
+        except EntryError as error:
+            yield file, error
+
+
+def _entries(folder: EntryFolder) -> Iterator[tuple[EntryFile, Header | EntryError]]:
+    """As ``_headers``, with all contents compared with their digests."""
+    for file, header in _headers(folder):
+        if isinstance(header, EntryError):
+            yield file, header
+            continue
+        try:
             with folder.read(file.name) as stream:
-                header = read_header(stream)
-            if (header.fingerprint, header.key) != file.name or header.nbytes != file.nbytes:
-                raise EntryError("damaged", "its header does not fit the file")
+                check_payload(stream, read_header(stream))
             yield file, header
         except FileNotFoundError:
             continue
@@ -110,7 +133,7 @@ def _line(described: dict[str, object]) -> str:
 
 def _prune(folder: EntryFolder, options: argparse.Namespace) -> int:
     index, doomed = EntryIndex(), list[Name]()
-    for file, header in _headers(folder):
+    for file, header in _headers(folder) if options.all else _entries(folder):
         if options.all or (isinstance(header, EntryError) and header.fault == "damaged"):
             doomed.append(file.name)
         elif isinstance(header, Header):
@@ -142,17 +165,11 @@ def _cut_off(index: EntryIndex) -> list[Name]:
 
 def _verify(folder: EntryFolder, _options: argparse.Namespace) -> int:
     num_good = num_bad = 0
-    for file, header in _headers(folder):
-        try:
-            if isinstance(header, EntryError):
-                raise header
-            with folder.read(file.name) as stream:
-                check_payload(stream, read_header(stream))
-            num_good += 1
-        except FileNotFoundError:
-            continue
-        except EntryError as error:
+    for file, header in _entries(folder):
+        if isinstance(header, EntryError):
             num_bad += 1
-            print(f"{folder.file(file.name).name}: {error}")
+            print(f"{folder.file(file.name).name}: {header}")
+        else:
+            num_good += 1
     print(f"{num_good} entries are whole, {num_bad} are not")
     return 1 if num_bad else 0

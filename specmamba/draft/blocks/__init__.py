@@ -13,6 +13,7 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.core import Batch, DraftTree, PrefillChunk, Verdict
 from specmamba.draft.blocks.block_keys import keys_of_block
+from specmamba.draft.blocks.judged_drafts import judged
 from specmamba.draft.blocks.linked_block import LinkedBlock, num_expanded
 from specmamba.draft.blocks.marginal_trees import chain_of, marginal_trees
 from specmamba.draft.candidates import Candidates
@@ -36,6 +37,8 @@ class BlockDrafter(Drafter):
 
     Where the head has links between tokens, drafts are grown node by node from the one pass: the distribution of a
     node's children is the block's at their depth, and what the node's own token adds.
+
+    Where the head has a confidence, sizes that follow the load use it in place of the likeliest child's probability.
 
     Steps without drafts it may skip. It then keeps the target's features, as context vectors, and stores their keys and
     values when it returns; older ones never (``MissedSteps``).
@@ -75,8 +78,12 @@ class BlockDrafter(Drafter):
         """Nothing; but others may share the row's KV from now on, so that all of it is made."""
         self._return_to([row])
 
-    def finish(self, batch: Batch) -> None:
-        self._return_to(batch.rows)
+    def begin_finish(self, rows: Sequence[int]) -> None:
+        self._return_to(rows)
+
+    def may_follow(self, batch_size: int) -> bool:
+        """Nothing is pending; steps that were skipped have a size, which is decided on the host."""
+        return True
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         """Make the keys and values of known tokens."""
@@ -116,12 +123,17 @@ class BlockDrafter(Drafter):
         return grow_chain(self._picker, batch, num_nodes, block.start(batch), block.logits, descend)
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
-        topk = self._plan.topk
+        topk, hidden, confidence = self._plan.topk, self._run(batch, num_steps), self.head.confidence
         if self.head.links is not None:
-            block = self._linked(batch, num_steps)
-            return offer_comb(block, self._picker, batch, block.start(batch), num_steps, topk)
-        children = self._picker.pick(self.marginals(batch, num_steps), topk, batch, 0)
-        return comb_of(children.tokens, children.place_logp, children.probs)
+            block = LinkedBlock(self.head.links, hidden, self.head.logits(hidden))
+            found = offer_comb(block, self._picker, batch, block.start(batch), num_steps, topk)
+        else:
+            children = self._picker.pick(self.head.logits(hidden), topk, batch, 0)
+            found = comb_of(children.tokens, children.place_logp, children.probs)
+        if confidence is None:
+            return found
+        chain = found.tokens.view(batch.size, num_steps, topk)[:, :-1, 0]
+        return judged(found, confidence(torch.cat([batch.root_tokens[:, None], chain], 1), hidden), topk)
 
     def marginals(self, batch: Batch, num_steps: int) -> Tensor:
         """Logits [B, num_steps, V] of the tokens at the first depths below the roots."""
@@ -155,7 +167,7 @@ class BlockDrafter(Drafter):
 
     def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
         vectors = self.head.combine(_on_path(features, verdict, max(map(len, decided))))
-        self._missed.add((rows, decided, vectors))
+        self._missed.add(rows, decided, vectors)
 
     def _return_to(self, rows: Sequence[int]) -> None:
         """Go on after skipped steps: make the keys and values of their tokens, up to the roots."""

@@ -119,13 +119,18 @@ class MTPDrafter(Drafter):
         # before the first draft of a row, the first column holds the states at the end of the newest prefill chunk
         column = max(0, self.pending.num_tokens[row] - 1 - (self.pending.root[row] - position))
         if self._num_modules > 1 and column >= self.pending.num_with_states[row]:
-            self._complete(self._batch_of(row))
+            pending_tokens = HostPendingTokens(self.pending.counts([row]), is_deferred=True)
+            self._complete(self._batch_of(row), pending_tokens.on(self._device))
         return self.pending.states_before(row, column)
+
+    def begin_finish(self, rows: Sequence[int]) -> HostPendingTokens:
+        self._return_to(rows)
+        return HostPendingTokens(self.pending.counts(rows), is_deferred=True)
 
     def finish(self, batch: Batch) -> None:
         """Make the entries of all pending tokens, because others may share them and no further draft makes them."""
-        self._return_to(batch.rows)
-        self._complete(batch)
+        assert batch.pending_tokens is not None
+        self._complete(batch, batch.pending_tokens)
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         """Make the head's entries for known tokens."""
@@ -215,13 +220,12 @@ class MTPDrafter(Drafter):
         self.pending.advance(rows, [len(tokens) for tokens in decided], self._stay)
 
     def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
+        if self._missed.add_again(rows, decided, features):
+            return
         if features.shape[1] > 1:
             longest = max(map(len, decided))
             features = features.gather(1, verdict.path[:, :longest, None].expand(-1, -1, features.shape[2]))
-        states = self.head.combine(features)
-        if states is features:
-            states = states.clone()  # a captured step writes to the same memory again
-        self._missed.add((rows, decided, states))
+        self._missed.add(rows, decided, self.head.combine(features))
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over the pending tokens.
@@ -235,7 +239,9 @@ class MTPDrafter(Drafter):
         """
         pending_tokens = batch.pending_tokens
         assert pending_tokens is not None
-        outputs = self._run_pending(batch, pending_tokens, num_entries or self._plan.num_lookahead_slots)
+        num_entries = num_entries or self._plan.num_lookahead_slots
+        window = self._window = Window.of(self._table, batch, pending_tokens, num_entries)
+        outputs = self._run_pending(batch, pending_tokens, window)
         if pending_tokens.counts is None:
             at_roots = [states[:, -1:] for states in outputs]
         else:
@@ -293,10 +299,9 @@ class MTPDrafter(Drafter):
         descent.keep(states)
         return states[:, -tokens.shape[1] :]
 
-    def _run_pending(self, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> list[Tensor]:
+    def _run_pending(self, batch: Batch, pending_tokens: PendingTokens, window: Window) -> list[Tensor]:
         """Run the pending tokens through all modules; return the states of each module, [B, longest, H]."""
         longest, rows = pending_tokens.max_count, batch_rows(batch)
-        window = self._window = Window.of(self._table, batch, pending_tokens, num_entries)
         tokens = rows.take(self.pending.tokens)[:, :longest]
         positions, slots = window.positions[:, :longest], window.slots[:, :longest]
         num_keys = batch.max_root_position + 1
@@ -350,10 +355,10 @@ class MTPDrafter(Drafter):
             return [missed.newest_lost], pending.before[0][row, :1]
         return missed.tokens, missed.states
 
-    def _complete(self, batch: Batch) -> None:
+    def _complete(self, batch: Batch, pending_tokens: PendingTokens) -> None:
         """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""
-        pending_tokens = HostPendingTokens(self.pending.counts(batch.rows), is_deferred=True).on(self._device)
-        outputs = self._run_pending(batch, pending_tokens, 1)  # there may be no KV slots after the roots
+        window = Window.of(self._table, batch, pending_tokens, 1)  # there may be no KV slots after the roots
+        outputs = self._run_pending(batch, pending_tokens, window)
         self.pending.store_module_states(batch, outputs)
 
     def _batch_of(self, row: int) -> Batch:

@@ -106,7 +106,7 @@ class PendingTokenTable:
 
     def restart(self, row: int, root_token: int) -> None:
         """Leave the root alone pending; the states in the first column are those before it."""
-        self.tokens[row, 0] = root_token
+        self.tokens[row, :1].fill_(root_token)  # to assign a number is to copy it, and the host would wait for that
         self.num_tokens[row] = self.num_with_states[row] = 1
 
     def store_module_states(self, batch: Batch, outputs: Sequence[Tensor]) -> None:

@@ -4,11 +4,8 @@ Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest o
 and what keys in front of the roots add. Between measured points times are interpolated linearly, first over T, then
 over R. What the host does behind a step is timed while the engine runs.
 
-While the engine runs, moving ratios of measured over predicted time correct them: one of all steps, which follows the
-speed of the machine, one of each kind of steps, and one of each bucket of R and T. While steps of one kind follow each
-other, a difference is the machine's, and what other work does to these steps is expected of the others too. When the
-kind changes, the difference from the steps before is the kind's. A step that takes far longer than others moves a ratio
-no more than one that takes a little longer.
+While the engine runs, moving ratios of measured over predicted time correct them (``Ratios``): one of all steps, which
+follows the speed of the machine, one of each kind of steps, and one of each bucket of R and T.
 """
 
 from __future__ import annotations
@@ -20,16 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specmamba.draft.sizing.ratios import Ratios
 from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a kind of steps and its bucket, over the machine's speed
-LARGEST_SPEED = math.log(64.0)  # it may be far from the measurement's, on a machine that was busy then
-# of a new step in the speed of the machine: after steps of the same bucket, of another bucket and of another kind
-OF_SPEED = (0.08, 0.04, 0.01)
-LEAST_WEIGHT = 0.1  # of a change in the factor of what it leads to
-# observations that agree with the measurement, before the first: of many noisy buckets one always looks cheap
-SEEN_OF_KIND, SEEN_OF_BUCKET = 2, 3
-FARTHEST = math.log(1.25)  # a step that is farther from what was expected counts as this far
 LEAST_OF_REST, LONGEST_REST = 0.02, 1.0  # of a step in a mean, and what is no time of a step
 PLAIN_KIND = 0, False  # depth of the draft, and whether it is a chain
 Curve = dict[int, float]  # seconds by a number
@@ -62,11 +53,7 @@ class StepCosts:
     # seconds that a verify takes longer for every key in front of a request's root, by the request's nodes; or nothing
     of_key: Curve = field(default_factory=dict)
     of_key_in_chain: Curve = field(default_factory=dict)  # the same of whole chains
-    # logarithms of measured over predicted time, whose sum counts: of all steps, which follows the machine's speed;
-    # of a kind of steps by size; of a bucket of it
-    _speed: float = 0.0
-    _factors: dict[Hashable, tuple[int, float]] = field(default_factory=dict)  # observed changes to it, logarithm
-    _last: tuple[Hashable, Hashable] | None = None  # kind and bucket of the newest steps
+    ratios: Ratios = field(default_factory=Ratios, compare=False)
     # by what they are asked for, since they are asked for in the middle of serving
     _tables: dict[tuple[int, int, int], _Table] = field(default_factory=dict)
     _chains: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
@@ -126,9 +113,8 @@ class StepCosts:
 
     def ratio(self, num_requests: int, num_nodes: int, kind: Hashable) -> float:
         """Measured over predicted time of steps of a kind, as far as it is known; of chains by depth."""
-        size, _ = bucket = bucket_of(num_requests, num_nodes)
-        own = sum(self._factors.get(key, (0, 0.0))[1] for key in ((size, kind), (bucket, kind)))
-        return math.exp(self._speed) * min(max(math.exp(own), LEAST_RATIO), MOST_RATIO)
+        own = self.ratios.error(_parts(num_requests, num_nodes, kind))
+        return math.exp(self.ratios.speed) * min(max(math.exp(own), LEAST_RATIO), MOST_RATIO)
 
     def observe(
         self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float, num_steps: int = 1
@@ -145,32 +131,7 @@ class StepCosts:
         """
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(base) and base > 0):
             return
-        size, _ = bucket = bucket_of(num_requests, num_nodes)
-        of_kind, of_bucket = (size, kind), (bucket, kind)
-        factors = [self._factors.get(key, (0, 0.0)) for key in (of_kind, of_bucket)]
-        rest = min(max(math.log(seconds / base), -LARGEST_SPEED), LARGEST_SPEED) - self._speed
-        rest -= factors[0][1] + factors[1][1]
-        last, self._last = self._last, (of_kind, of_bucket)
-        if last is None:
-            self._speed += rest
-            return
-        is_new = last[0] != of_kind and factors[0][0] == 0
-        rest = rest if is_new else min(max(rest, -FARTHEST), FARTHEST)
-        weight = OF_SPEED[(last[0] != of_kind) + (last[1] != of_bucket)]
-        moved = (1.0 - (1.0 - weight) ** num_steps) * rest
-        self._speed += moved
-        rest -= moved
-        if last[0] != of_kind:
-            rest -= self._move(of_kind, rest, SEEN_OF_KIND)
-        if last[1] != of_bucket:
-            self._move(of_bucket, rest, SEEN_OF_BUCKET)
-
-    def _move(self, key: Hashable, rest: float, seen: int) -> float:
-        """Move a factor towards what is not explained; returns by how much."""
-        count, factor = self._factors.get(key, (0, 0.0))
-        moved = max(LEAST_WEIGHT, 1 / (count + 1 + seen)) * rest
-        self._factors[key] = count + 1, factor + moved
-        return moved
+        self.ratios.observe(*_parts(num_requests, num_nodes, kind), seconds / base, num_steps)
 
     def _of_key(self, numbers: Floats | Ints, curve: Curve) -> Floats:
         """Seconds of a key by the nodes that see it."""
@@ -214,6 +175,12 @@ def bucket_of(num_requests: int, num_nodes: int) -> tuple[int, int]:
     """Return the bucket of a step: the power of two of its requests, and eighths of nodes per request."""
     size = 1 << (num_requests - 1).bit_length()
     return size, -(-8 * num_nodes // num_requests) // max(1, 8 // size)
+
+
+def _parts(num_requests: int, num_nodes: int, kind: Hashable) -> tuple[Hashable, Hashable]:
+    """The kind of steps with about so many requests, and the bucket of it."""
+    size, _ = bucket = bucket_of(num_requests, num_nodes)
+    return (size, kind), (bucket, kind)
 
 
 def _at(curve: Curve, numbers: Ints | Floats) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MOST_ROWS = 4  # of a batch that are listened to
+MOST_ROWS = 2  # of a batch that are listened to, the first ones
 LONGEST_START = 512  # tokens in front of the decided ones that are looked at
 WEIGHT = 1 / 16  # of a token in the share
 
@@ -38,10 +38,10 @@ class Repeats:
         text = self._texts[row] = _Text()
         text.add(tokens[-LONGEST_START:], weight=0.0)
 
-    def add(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """Add the tokens that a step decided for each row, for the first rows of them."""
-        for row, tokens in zip(rows[:MOST_ROWS], decided, strict=False):
-            self._texts[row].add(tokens)
+    def add(self, rows: Sequence[int], steps: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Add the tokens that steps decided for each row, for the first rows of them."""
+        for place, row in enumerate(rows[:MOST_ROWS]):
+            self._texts[row].add([token for decided in steps for token in decided[place]])
 
     def share(self, rows: Sequence[int]) -> float:
         """Return which share of the newest tokens of these rows repeats their own text: a mean that fades."""

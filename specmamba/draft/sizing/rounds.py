@@ -10,6 +10,8 @@ import numpy as np
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.kernels.draft_sizing import Ints
 
+TimedStep = tuple[float, int]  # seconds of a step, and its nodes of all requests
+MOST_SLOWER = 6.0  # a step than the median of its round; what takes longer was held up by something else
 WARM_STEPS, WARM_SECONDS = 4, 0.008  # of a warm-up: whichever comes first
 
 
@@ -55,6 +57,19 @@ class Round:
     num_accepted: list[Sequence[int]] = field(default_factory=list)  # of each request, where nothing else learns it
     decided: list[Sequence[Sequence[int]]] = field(default_factory=list)  # tokens of each request, without drafts
     num_counted: int = 0  # steps that are in the figures
+    drafted: list[float] = field(default_factory=list)  # seconds of usual steps that drafted
+    drafted_tokens: int = 0  # of them
+
+    def note(self, seconds: float, decided: Sequence[Sequence[int]]) -> None:
+        """Count a usual step that drafted."""
+        self.drafted.append(seconds)
+        self.drafted_tokens += sum(map(len, decided))
+
+    @property
+    def drafted_seconds(self) -> float:
+        """Of all of them. The first one may be longer, since it runs what the drafter missed, but not by any factor."""
+        usual = sorted(self.drafted)[len(self.drafted) // 2]
+        return sum([min(seconds, MOST_SLOWER * usual) for seconds in self.drafted])
 
     @property
     def nodes_of_steps(self) -> list[int]:
@@ -76,6 +91,13 @@ class WarmUp:
             return True
         self.num_steps, self.seconds = self.num_steps + 1, self.seconds + seconds
         return False
+
+    def later(self, steps: list[TimedStep]) -> list[TimedStep]:
+        """Those of some steps that are later ones; the others are counted."""
+        for place, (seconds, _) in enumerate(steps):
+            if self.is_over(seconds):
+                return steps[place:]
+        return []
 
 
 @dataclass

@@ -6,9 +6,9 @@ the most is drafted for at depth 1 now and then, at intervals that double, so th
 
 What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
 try loses 0.3 % of the time: the worse an option is thought to be, the seldomer it is tried. With another number of
-requests all options that are not hopeless are looked at soon. Where nothing is drafted, a try goes on while it is seen
-to pay, until drafts change or do not pay after all; and there is one soon when the text begins to repeat itself
-(``Repeats``).
+requests all options that are not hopeless are looked at soon, the best ones first. Where nothing is drafted, a try goes
+on while it is seen to pay, until drafts change or do not pay after all; and there is one soon when the text begins to
+repeat itself (``Repeats``). All that is bounded by what drafts may lose (``Allowance``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from specmamba.draft.sizing.allowance import Allowance
 from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
@@ -26,8 +27,9 @@ FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two probes
 LONG_INTERVAL = 32  # between probes, from which on decisions are rarer: drafts have not paid for long, or are dear
 SHARE_OF_PROBES = 0.005  # of the time of all steps, at the most, from the first interval on
 PROBED_SHARE = 4  # one request of so many is probed
-# steps of one decision: usually, while a change is near, and where drafts have long not paid
-ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 48
+# steps of one decision: usually, while a change is near, where drafts have stayed as they are, and where they have long
+# not paid
+ROUND, SHORT_ROUND, CALM_ROUND, LONG_ROUND = 16, 4, 32, 192
 SHARE_OF_TRIES, LEAST_LOSS = 0.003, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES, FIRST_INTERVALS = {"plain": 64, "other": 24}, {"plain": 64, "other": 128}  # steps before, and between two
@@ -70,6 +72,7 @@ class _Tries:
     looks: Ints  # tries so far of each option
     until: dict[str, int] = field(default_factory=lambda: dict(FIRST_TRIES))  # steps before the next one of a kind
     interval: dict[str, int] = field(default_factory=lambda: dict(FIRST_INTERVALS))
+    allowance: Allowance = field(default_factory=Allowance)
 
 
 NOTHING = DraftSize(0)
@@ -96,8 +99,13 @@ class DraftSchedule:
         self._paying: int | None = None  # the option that the newest drafts show to pay while nothing is drafted
         self._num_follow_ups = 0  # of the present try
         self._alarm, self._until_alarm, self._alarm_interval = LEAST_REPEATED, 0, FIRST_ALARM
+        self._is_calm = False  # the newest look asked for no change
         self._is_alarmed = False  # the next try is of the best option
         self._counted: tuple[str, ...] = ()  # what the steps of the newest ``next`` count for
+
+    def set_requests(self, num_requests: int) -> None:
+        """Begin steps of another number of requests, of which nothing is decided here before ``restart``."""
+        self._bucket, self._counted = num_requests.bit_length(), ()
 
     def set_times(self, num_tried: int, lengths: Floats, of_probe: float = 0.0) -> None:
         """Set how long steps take, in plain steps.
@@ -118,6 +126,7 @@ class DraftSchedule:
             until = self._tries.until
             until[self._trying] = min(until[self._trying], FIRST_TRIES[self._trying])
         self._wish_age = self._num_tries = self._batch_age = 0
+        self._is_calm = False
 
     def begin(self) -> None:
         """Count a new request: when as many have come as there are, the drafts of a batch are probed soon."""
@@ -132,7 +141,10 @@ class DraftSchedule:
         place, best = self._place, self._best()
         depth, is_chain = self.option(best)
         is_raise = depth > self.depth
-        if best == place or (best and self.depth and self.gains[best] < GAIN_OF_CHANGE * self.gains[place]):
+        self._is_calm = best == place or (
+            best > 0 and self.depth > 0 and self.gains[best] < GAIN_OF_CHANGE * self.gains[place]
+        )
+        if self._is_calm:
             self._wish_age = 0
             return
         is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
@@ -141,8 +153,8 @@ class DraftSchedule:
             self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
             self._alarm_interval = FIRST_ALARM
 
-    def hear(self, repeated: float, num_steps: int) -> None:
-        """Try drafts soon if far more of the text is repeated than at the last such try.
+    def hear(self, repeated: float, num_steps: int) -> bool:
+        """Try drafts soon if far more of the text is repeated than at the last such try; whether it is so.
 
         Args:
             repeated: the share of the newest tokens that repeat their own text.
@@ -151,11 +163,12 @@ class DraftSchedule:
         self._until_alarm -= num_steps
         self._alarm = max(min(self._alarm, repeated + MORE_REPEATED), LEAST_REPEATED)
         if self.depth or repeated < self._alarm or self._until_alarm > 0:
-            return
+            return False
         self._alarm, self._is_alarmed = repeated + MORE_REPEATED, True
         self._until_alarm = self._alarm_interval
         self._alarm_interval = min(2 * self._alarm_interval, LAST_PROBE)
         self._tries.until["other"] = min(self._tries.until["other"], 0)
+        return True
 
     def next(self, max_depths: Ints) -> tuple[DraftSize, int]:
         """Return what the next steps draft, and for how many at the most; ``passed`` tells how many there were.
@@ -172,18 +185,22 @@ class DraftSchedule:
         if self.depth:
             self._until_probe = self._probe_interval = self._least_interval
             self._counted = "plain", "other"
-            return _within(max_depths, self.depth, self.is_chain), SHORT_ROUND if self._wish_age else ROUND
-        if self._until_probe <= 1:
+            most = SHORT_ROUND if self._wish_age else CALM_ROUND if self._is_calm else ROUND
+            return _within(max_depths, self.depth, self.is_chain), most
+        may_probe = self._tries.allowance.may_try
+        if self._until_probe <= 1 and may_probe:
             self._counted = ()
             return self._probe(max_depths), 1
         self._counted = "probe", "other"
-        number = self._until_probe - 1
         most = ROUND if self._probe_interval < LONG_INTERVAL else LONG_ROUND
-        return NOTHING, min(most, number, max(self._tries.until["other"], SHORT_ROUND))
+        until_probe = self._until_probe - 1 if may_probe else most
+        until_try = max(self._tries.until["other"], SHORT_ROUND) if self._may_try_another else most
+        return NOTHING, min(most, until_probe, until_try)
 
     def passed(self, num_steps: int, num_timed: int) -> None:
         """Count steps that were made as the newest ``next`` said, and those of them that were timed."""
         self._batch_age += num_steps
+        self._tries.allowance.pass_steps(num_steps)
         for name in self._counted:
             if name == "try":
                 self._num_tries, self._num_untimed = self._num_tries - num_steps, self._num_untimed - num_timed
@@ -194,6 +211,10 @@ class DraftSchedule:
                 self._until_probe -= num_steps
             else:
                 self._tries.until[name] -= num_steps
+
+    def charge(self, seconds: float, num_tokens: float, plain_seconds: float) -> None:
+        """Count what steps that drafted took and brought; arguments as for ``Allowance.charge``."""
+        self._tries.allowance.charge(seconds, num_tokens, plain_seconds)
 
     def option(self, place: int) -> tuple[int, bool]:
         """The depth of an option among ``gains``, and whether it is that of chains."""
@@ -216,7 +237,7 @@ class DraftSchedule:
 
     def _best(self) -> int:
         best = int(self.gains.argmax())
-        return best if self.gains[best] >= LEAST_GAIN else 0
+        return best if self.gains[best] >= LEAST_GAIN and self._tries.allowance.may_follow_a_sign else 0
 
     def _expect_news(self, num_requests: int) -> None:
         """Probe soon if all requests are other ones than at the last time, once for a batch that grows."""
@@ -227,7 +248,16 @@ class DraftSchedule:
 
     @property
     def _tries(self) -> _Tries:
-        return self._tries_of.setdefault(self._bucket, _Tries(np.zeros(len(self.gains), np.int64)))
+        tries = self._tries_of.get(self._bucket)
+        if tries is None:
+            tries = self._tries_of[self._bucket] = _Tries(np.zeros(len(self.gains), np.int64))
+        return tries
+
+    @property
+    def _may_try_another(self) -> bool:
+        """Whether drafts may lose what a try of another option costs."""
+        allowance = self._tries.allowance
+        return allowance.may_follow_a_sign if self._is_alarmed else allowance.may_try
 
     @property
     def _is_settled(self) -> bool:
@@ -247,6 +277,8 @@ class DraftSchedule:
         tries = self._tries
         for name, until in tries.until.items():
             if until > (0 if self._is_settled else -LONGEST_DELAY):
+                continue
+            if name == "other" and not self._may_try_another:
                 continue
             place = 0 if name == "plain" else self._another()
             if name == "other" and self._is_alarmed and not self.depth:
@@ -279,8 +311,10 @@ class DraftSchedule:
 
     def _another(self) -> int:
         """The next option that is nearly as good as the present one; the best one if there is none where off."""
-        first = self._first_looks
-        others = (first if len(first) else np.flatnonzero(self._shares >= NEAR)).tolist()
+        first, shares = self._first_looks, self._shares
+        if len(first):
+            return int(first[shares[first].argmax()])
+        others = np.flatnonzero(shares >= NEAR).tolist()
         if not others:
             return self._place or int(self.gains[1:].argmax()) + 1
         self._newest_other = next((place for place in others if place > self._newest_other), others[0])

@@ -2,13 +2,14 @@
 
 Before a draft, each depth is judged by the candidates of recent drafts: expected tokens over predicted time, with the
 best number of nodes (``kernels/draft_sizing``). ``DraftSchedule`` follows these rates. A decision holds for a round of
-a few steps; the nodes are chosen in every step.
+steps, up to 192 of them without drafts, unless their text begins to repeat itself; the nodes are chosen in every step.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,16 @@ from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import RestTimes, StepCosts
 from specmamba.draft.sizing.repeats import Repeats
-from specmamba.draft.sizing.rounds import WARM_SECONDS, WARM_STEPS, Bounds, Round, SizedBatch, SizerFigures, WarmUp
+from specmamba.draft.sizing.rounds import (
+    WARM_SECONDS,
+    WARM_STEPS,
+    Bounds,
+    Round,
+    SizedBatch,
+    SizerFigures,
+    TimedStep,
+    WarmUp,
+)
 from specmamba.draft.sizing.schedule import (
     NOTHING,
     ROUND,
@@ -41,12 +51,14 @@ from specmamba.kernels.draft_sizing import (
     TreeArrays,
 )
 
-COST_SECONDS = 0.25  # after which times are predicted anew, if no other kind of steps has been timed before
+# after which times are predicted anew, if no other kind of steps has been timed before: with drafts, and without
+COST_SECONDS, COST_SECONDS_WHERE_OFF = 0.25, 1.0
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
 DRAWS = 16  # kept drafts that are looked at, of all requests
 CHAINS_TO_LEARN = 4  # one round of chains of so many judges probabilities, which takes a few percent of a step
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
 WEIGHT_OF_PROBE = 0.25  # of a probe in the mean time of probes
+HEARD_STEPS = 48  # of a round without drafts, at the most, after which their tokens are looked at
 REST_INTERVAL = 8  # steps of a round between two whose rest is timed
 
 
@@ -105,17 +117,22 @@ class DraftSizer:
 
     def begin(self, row: int, mode: int, tokens: Sequence[int]) -> None:
         """Start a request in this row, with its known ``tokens``."""
+        self._end_round()  # it may be of the request that had this row before
         draft_sizing.begin(self.state, row, mode)
         self._repeats.begin(row, tokens)
         self.schedule.begin()
-        if self._round is not None:
-            self._round.num_left = 0
 
     def again(self, rows: tuple[int, ...]) -> DraftSize | None:
         """Return what the next step of these rows drafts, if that has been decided; None: ``plan`` decides."""
         now = self._round
         if now is None or now.num_left <= 0 or now.rows != rows or now.forced != self.forced:
             return None
+        if len(now.decided) >= HEARD_STEPS:
+            began = time.perf_counter()
+            is_heard = self._hear(now)
+            self._figures.decision_seconds += time.perf_counter() - began
+            if is_heard:
+                return None
         now.num_left -= 1
         return now.size
 
@@ -197,23 +214,27 @@ class DraftSizer:
             num_accepted: [B]; None: not all drafted nodes were verified.
             seconds: that the step took, measured by the host; None: it was no usual step.
         """
-        now, offer = self._present, self._offer
+        now = self._round
+        assert now is not None
         self.last_seconds = seconds
         now.seconds.append(seconds)
-        if now.size.is_probe and seconds is not None:
-            self._note_probe(seconds)
-        if now.size.is_chain:
-            if offer is None and num_accepted is not None:
-                now.num_accepted.append(num_accepted)
-        elif now.size.depth:
-            now.num_nodes.append(len(now.rows) if offer is None else draft_sizing.chosen(offer).num_nodes)
-        else:
+        size, offer = now.size, self._offer
+        if not size.depth:
             now.decided.append(decided)
+            return
+        if seconds is not None:
+            now.note(seconds, decided)
+            if size.is_probe:
+                self._note_probe(seconds)
+        if not size.is_chain:
+            now.num_nodes.append(len(now.rows) if offer is None else draft_sizing.chosen(offer).num_nodes)
+        elif offer is None and num_accepted is not None:
+            now.num_accepted.append(num_accepted)
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
-        now = self._present
-        if now.num_left % REST_INTERVAL == 0:
+        now = self._round
+        if now is not None and now.num_left % REST_INTERVAL == 0:
             self.rests.observe(len(now.rows), (now.size.depth, now.size.is_chain), seconds)
 
     def stats(self) -> SizingStats:
@@ -268,16 +289,14 @@ class DraftSizer:
         kind = done.size.depth, done.size.is_chain
         if kind != self._kind:
             self._kind, self._warm_up = kind, WarmUp()
-        steps = []
-        for seconds, num_nodes in zip(done.seconds, done.nodes_of_steps, strict=True):
-            if seconds is not None and self._warm_up.is_over(seconds):
-                steps.append((seconds, num_nodes))
+        timed = zip(done.seconds, done.nodes_of_steps, strict=True)
+        steps = self._warm_up.later([(seconds, nodes) for seconds, nodes in timed if seconds is not None])
         if done.forced is None:
             self.schedule.passed(len(done.seconds), len(steps))
-            for decided in done.decided:
-                self._repeats.add(done.rows, decided)
+            if done.drafted and len(done.rows) == self._num_requests:
+                self._charge(done)
             if done.decided:
-                self.schedule.hear(self._repeats.share(done.rows), len(done.decided))
+                self._hear(done)
             if steps and kind != self._timed_kind:
                 self._timed_kind, self._next_costs = kind, 0.0
             if steps and len(done.rows) == self._num_requests:
@@ -285,27 +304,48 @@ class DraftSizer:
             if done.num_accepted:
                 self._remember_chains(done)
 
-    def _learn_times(self, done: Round, steps: Sequence[tuple[float, int]]) -> None:
+    def _hear(self, now: Round) -> bool:
+        """Look at the newest tokens of steps without drafts; whether drafts are to be tried soon."""
+        decided, now.decided = now.decided, []
+        if now.forced is not None:
+            return False
+        self._repeats.add(now.rows, decided)
+        return self.schedule.hear(self._repeats.share(now.rows), len(decided))
+
+    def _charge(self, done: Round) -> None:
+        """Count what drafts took and brought."""
+        size, number = len(done.rows), len(done.drafted)
+        seconds = done.drafted_seconds + number * self.rests.of(size, (done.size.depth, done.size.is_chain))
+        self.schedule.charge(seconds, done.drafted_tokens / size, float(self._seconds[0, size]))
+
+    def _learn_times(self, done: Round, steps: Sequence[TimedStep]) -> None:
         """Learn from measured seconds, and the nodes of the steps that took them."""
         depth, number = done.size.depth, len(done.rows)
+        measured = [seconds for seconds, _ in steps]
         if done.size.is_chain:
-            bases = [self._chain_bases[depth]] * len(steps)
-            predicted = self._chain_seconds[depth].item() * len(steps)
+            ratios = [seconds / self._chain_bases[depth] for seconds in measured]
+            predicted, num_nodes = self._chain_seconds.item(depth) * len(steps), depth * number
+        elif depth == 0:
+            base = self._bases[0][number]
+            ratios = [seconds / base for seconds in measured]
+            predicted, num_nodes = self._seconds.item(0, number) * len(steps), number
         else:
-            of_depth = self._seconds[depth]
-            bases = [self._bases[depth][num_nodes] for _, num_nodes in steps]
-            predicted = sum([of_depth.item(num_nodes) for _, num_nodes in steps])
+            bases, of_depth = self._bases[depth], self._seconds[depth]
+            ratios = [seconds / bases[nodes] for seconds, nodes in steps]
+            predicted = sum([of_depth.item(nodes) for _, nodes in steps])
+            num_nodes = sorted([nodes for _, nodes in steps])[len(steps) // 2]
         if not math.isfinite(predicted):
             return
         # a mean, as speed is one; a step that was held up for long counts as one that took twice as long as most
-        ratios = np.array([seconds / of for (seconds, _), of in zip(steps, bases, strict=True)])
-        ratio = float(np.minimum(ratios, 2.0 * np.median(ratios)).mean())
-        num_nodes = depth * number if done.size.is_chain else sorted([nodes for _, nodes in steps])[len(steps) // 2]
+        ratios.sort()
+        most = 2.0 * ratios[len(ratios) // 2]
+        num_less = bisect_right(ratios, most)
+        ratio = (sum(ratios[:num_less]) + most * (len(ratios) - num_less)) / len(ratios)
         kind = "chain" if done.size.is_chain else depth > 0
         self.costs.observe(number, num_nodes, kind, 1.0, ratio, len(steps))
         self._figures.predicted_seconds += predicted
         rest = self.rests.of(number, (depth, done.size.is_chain))
-        self._figures.measured_seconds += sum([seconds for seconds, _ in steps]) + rest * len(steps)
+        self._figures.measured_seconds += sum(measured) + rest * len(steps)
 
     def _planned(self, batch: SizedBatch) -> tuple[DraftSize, int]:
         """What the next steps draft, and their number."""
@@ -317,6 +357,7 @@ class DraftSizer:
             return DraftSize(depth, is_chain=nodes == 0) if depth else NOTHING, ROUND
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
+            self.schedule.set_requests(len(batch.rows))
             self._age = -1
         if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
             self._num_drafts[batch.modes] += ROUND
@@ -347,7 +388,8 @@ class DraftSizer:
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + rests[0, :, None]
         bases, chains = self.costs.chains(size, keys, deepest)
         self._chain_bases, self._chain_seconds = bases.tolist(), chains + rests[1]
-        self._next_costs, self._is_news = time.perf_counter() + COST_SECONDS, True
+        holds_for = COST_SECONDS if self.schedule.depth else COST_SECONDS_WHERE_OFF
+        self._next_costs, self._is_news = time.perf_counter() + holds_for, True
         plain = float(self._seconds[0, size])
         lengths = np.where(np.isfinite(self._chain_seconds), self._chain_seconds, 0.0) / plain
         of_probe = self._of_probe.get(size.bit_length(), 1.0)

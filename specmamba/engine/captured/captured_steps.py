@@ -36,14 +36,17 @@ def build_graph_runner(
         return None
     if ranks.size > 1 and device.type == "cuda":
         raise ConfigError("--cuda-graph-max-bs: on GPUs steps of several ranks are not captured: drop it")
-    replay = _replay(device, config.cuda_graph_max_bs is not None, num_threads, ranks.is_recordable)
+    pads, planned = config.cuda_graph_max_bs is not None, plan.graph_pool_bytes
+    replay = _replay(device, pads, num_threads, ranks.is_recordable, planned)
     if replay is None:
         return None
     largest = min(config.largest_captured_batch, plan.num_running_requests)
     return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
 
 
-def _replay(device: torch.device, pads: bool, num_threads: int, is_recordable: bool) -> Replay[Any] | None:
+def _replay(
+    device: torch.device, pads: bool, num_threads: int, is_recordable: bool, planned_bytes: int
+) -> Replay[Any] | None:
     if device.type == "cpu":
         is_recorded = is_recordable and NativeReplay.is_available() and not gpu.is_interpreted()  # no kernel of Triton
         return NativeReplay(num_threads) if is_recorded else EagerReplay() if pads else None
@@ -51,7 +54,7 @@ def _replay(device: torch.device, pads: bool, num_threads: int, is_recordable: b
     if off or not gpu.runs_on(device):
         way = f"leave {gpu.SWITCH} alone (it turns off {', '.join(off)})" if off else "pip install 'specmamba[gpu]'"
         raise ConfigError(f"steps can only be captured with the kernels in Triton: {way}, or give --disable-cuda-graph")
-    return GraphReplay(device)
+    return GraphReplay(device, planned_bytes)
 
 
 def capture_steps(graphs: StepGraphRunner | None, call: StepCall, is_sized: bool) -> list[str]:
@@ -78,6 +81,7 @@ def capture_steps(graphs: StepGraphRunner | None, call: StepCall, is_sized: bool
             f"the memory beside weights and pools is too small to capture steps for batches of {sizes}: lower "
             "--cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"
         ) from error
-    costs = graphs.replay.costs.values()
-    took = f"{len(costs)} graphs in {time.perf_counter() - start:.1f} s, {readable(sum(c.num_bytes for c in costs))}"
+    replay, planned = graphs.replay, readable(graphs.replay.planned_bytes)
+    seconds = f"{len(replay.costs)} graphs in {time.perf_counter() - start:.1f} s"
+    took = f"{seconds}, {readable(replay.pool_bytes)} of {planned} that were planned"
     return [f"steps are captured for batches of {sizes}: {took}"]

@@ -20,7 +20,7 @@ from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, Pla
 from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
-from specmamba.engine.captured.step_inputs import StepInputs
+from specmamba.engine.captured.step_inputs import NEW, StepInputs
 from specmamba.engine.captured.step_kind import (
     Sampling,
     StepKind,
@@ -113,22 +113,27 @@ class StepGraphRunner:
     def follow(self, call: StepCall, places: Sequence[int]) -> StepOutput | None:
         """Replay a step behind one that ``run`` or ``follow`` has launched, and that need not have been read.
 
-        The host writes nothing but which requests go on: what they go on with is on the device.
+        The host writes nothing but which requests go on, and what it knows of those that join them: what the others go
+        on with is on the device.
 
         Args:
             call: the step; its pending tokens say nothing but that the drafter has some.
-            places: of its requests in the step before, ascending.
+            places: of its requests in the step before, ascending; ``NEW`` for those that join them.
 
         Returns:
             None, where nothing was launched: this kind of step was not captured yet.
         """
-        kind, drafter, is_whole = self._kind(call), call.drafter, len(places) == self._num_requests
+        kind, drafter, is_whole = (
+            self._kind(call),
+            call.drafter,
+            len(places) == self._num_requests and NEW not in places,
+        )
         key, score, then = self._parts(call, kind, drafter, drafter, drafter)
         if not self.replay.may_follow(key, then):
             return None
         self._pools.table.upload()
         if not is_whole:
-            self.inputs.keep(places)
+            self.inputs.keep(call.requests, places)
         self._num_requests = len(places)
         output: StepOutput = self.replay.run(key, score, self.inputs.clear, None, then)
         return output.first(len(places))

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from specmamba.core import ChainStats
-from specmamba.engine.captured.step_in_flight import StepInFlight
+from specmamba.engine.captured.step_in_flight import ExtendInFlight, StepInFlight
 from specmamba.engine.request import Request
 
 if TYPE_CHECKING:
     from specmamba.engine.runner import Runner
     from specmamba.engine.scheduler import Scheduler
+
+
+class Arrivals(NamedTuple):
+    """What was launched behind a step in flight, in front of the next one."""
+
+    joining: Sequence[Request]  # they take part in the next step
+    extend: ExtendInFlight | None
+
+
+NO_ARRIVALS = Arrivals((), None)
 
 
 class StepChain:
@@ -31,30 +41,49 @@ class StepChain:
         self._num_steps = self._num_chained = self._num_discarded = 0
         self._num_for_host = self._num_for_requests = self._num_for_memory = 0
 
-    def launch_behind(self, step: StepInFlight) -> bool:
-        """Launch a step behind the newest one; False: it is to be read first, and nothing was launched."""
-        out = self.gone.union(self.ended)
+    def launch_behind(self, step: StepInFlight, arrive: Callable[[], Arrivals | None]) -> bool:
+        """Launch a step behind the newest one; False: it is to be read first, and no step was launched.
+
+        Args:
+            step: the newest one.
+            arrive: admits requests, and runs known tokens behind that step; None: that must be read first.
+        """
+        out, scheduler = self.gone.union(self.ended), self._scheduler
         places = [place for place, request in enumerate(step.requests) if request not in out]
         requests = step.requests if len(places) == len(step.requests) else [step.requests[place] for place in places]
-        if not requests or not self._scheduler.is_settled(requests) or _all_end(requests):
+        is_settled = scheduler.is_settled()
+        if len(requests) < len(scheduler.verifying) or not (scheduler.may_join if not is_settled else requests):
             self._num_for_requests += 1
         elif not step.leads:
             self._num_for_host += 1
-        elif not self._scheduler.grow_ahead(step.num_nodes):
+        elif not scheduler.grow_ahead(step.num_nodes):
             self._num_for_memory += 1
+        elif (arrivals := NO_ARRIVALS if is_settled else arrive()) is None or (
+            not arrivals.joining and _all_end(requests)
+        ):
+            self._num_for_requests += 1
         else:
-            self.behind = self._runner.launch_behind(step, places)
+            self.behind = self._runner.launch_behind(step, places, arrivals.joining, arrivals.extend)
             self._num_for_host += self.behind is None
         return self.behind is not None
 
     def take(self) -> tuple[StepInFlight | None, dict[Request, bool]]:
         """Return the step behind the one that is read now, and the requests that had ended before that; forget them."""
-        behind, ended, self.behind, self.ended = self.behind, self.ended, None, {}
-        self.gone = frozenset()
+        behind, self.behind = self.behind, None
         self._num_steps += 1
         self._num_chained += behind is not None
+        return behind, self.take_ended()
+
+    def take_ended(self) -> dict[Request, bool]:
+        """Return the requests that had ended before the newest step; forget them."""
+        ended, self.ended, self.gone = self.ended, {}, frozenset()
         self._num_discarded += len(ended)
-        return behind, ended
+        return ended
+
+    def is_wanted(self, step: StepInFlight) -> bool:
+        """Whether some request of the newest step has not ended, or known tokens were run in front of it."""
+        is_live = any(request not in self.gone and request not in self.ended for request in step.requests)
+        return is_live or step.extend is not None
 
     def hold(self, request: Request, leaves: bool) -> None:
         """Note that a request has ended, which the newest step has a row of.

@@ -29,6 +29,7 @@ ROWS = {
 STOPS = tuple(f"stop_{i}" for i in range(KNOWN_STOPS))
 SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0} | dict.fromkeys(STOPS, -1)
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+NEW = -1  # the place of a request in the step before that it takes no part in
 LEAST_BIASES = 64  # of a captured step; larger numbers are powers of two
 
 
@@ -89,7 +90,8 @@ class StepInputs:
         self.rows = Columns(ROWS, num_rows, torch.int64, device, is_mirrored, queue)
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device, is_mirrored, queue)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device, is_mirrored, queue)
-        self._moves = Columns({"place": -1}, num_rows, torch.int64, device, is_mirrored, queue)
+        self._moves = Columns({"place": NEW}, num_rows, torch.int64, device, is_mirrored, queue)
+        self._joining = Columns(ROWS, num_rows, torch.int64, device, is_mirrored, queue)
         self._queue = queue
         self.biases = BiasInputs(device)
         self._logits: Tensor | None = None  # of the largest step; None: no step has run
@@ -166,12 +168,7 @@ class StepInputs:
     ) -> dict[str, Sequence[int]]:
         """The columns of a batch; what stands in other buffers is written."""
         self.write_settings(requests)  # a capture has cleared them
-        columns: dict[str, Sequence[int]] = {
-            "row": [request.held_row for request in requests],
-            "root_token": [request.root_token for request in requests],
-            "root_position": [request.root_position for request in requests],
-            "num_left": [request.text.num_left for request in requests],
-        }
+        columns = _known_of(requests)
         if pending_tokens is not None:
             columns["num_pending_tokens"] = pending_tokens.counts
             columns["num_kept_tokens"] = pending_tokens.kept or ()
@@ -183,15 +180,19 @@ class StepInputs:
             self.forced_output_ids[: len(requests)] = forced.to(self.forced_output_ids.device)
         return columns
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Let the next step have only some rows of the one before, which need not have been read.
+    def keep(self, requests: Sequence[Request], places: Sequence[int]) -> None:
+        """Let the next step have some rows of the one before, which need not have been read, and those of others.
 
         Args:
-            places: of the rows in that step, ascending; all others become padding.
+            requests: of the next step. What is known of those in the step before is on the device.
+            places: of these in the step before, ascending; ``NEW``: all their known tokens but the last have been run,
+                and nothing is pending but that one.
         """
         self._moves.write({"place": places})
+        new = [None if place != NEW else request for request, place in zip(requests, places, strict=True)]
+        self._joining.write(_known_of(new) | {"slot": [request.held_slot if request else 0 for request in new]})
         moves = self._moves.read("place", len(self.forced_output_ids))
-        self._queue(lambda: self.rows.keep(moves))
+        self._queue(lambda: self.rows.keep(moves, self._joining))
 
     def advance(self, kind: StepKind, verdict: Verdict, most_pending: int) -> None:
         """Make the rows those of the next step of the same requests; runs on the device alone.
@@ -279,3 +280,13 @@ class StepInputs:
             rejects=self.settings.read("rejects", size) > 0 if used.has_rejection else None,
             all_reject=not used.has_target,
         )
+
+
+def _known_of(requests: Sequence[Request | None]) -> dict[str, Sequence[int]]:
+    """What the host knows of the next step of each request; 0 where there is none."""
+    return {
+        "row": [request.held_row if request else 0 for request in requests],
+        "root_token": [request.root_token if request else 0 for request in requests],
+        "root_position": [request.root_position if request else 0 for request in requests],
+        "num_left": [request.text.num_left if request else 0 for request in requests],
+    }

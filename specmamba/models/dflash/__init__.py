@@ -14,20 +14,20 @@ window, and the block in both directions, or in causal layers what is before it.
 depend on nothing but the target's features there: they are stored once, where the target has run a token. Those of a
 block are overwritten when its accepted tokens become context.
 
-Embedding and output head are the target's: the embedding without its multiplier, the logits with theirs. The head may
-have been trained on longer blocks than it is asked for: a shorter block has fewer masks.
+Embedding and output head are the target's: the embedding without its multiplier, the logits with theirs. A head that
+drafts a part of the vocabulary has an output head of its own. It may have been trained on longer blocks than it is
+asked for: a shorter block has fewer masks.
 
 Sources: z-lab/dflash (``dflash/model.py``: layers, context, positions, what is predicted where, windows, DFlash2's
 convolutions and selector, target layer i read behind it, drafts sampled from the marginals), DeepSpec
 (``modeling/dspark``, ``eval/dspark``: the same of DSpark), SGLang (``models/dflash.py`` and
 ``speculative/dflash_worker.py``: keys and values of the context stored ahead of a block), vLLM
-(``models/qwen3_dflash.py``: likewise; settings of variants). DSpark's ``confidence_head`` estimates how many drafts
-will be accepted; it is not read, since sizes of drafts follow calibrated probabilities here.
+(``models/qwen3_dflash.py``: likewise; settings of variants).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,13 +36,13 @@ from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.models.base import TokenLinks
 from specmamba.models.dflash.block_layers import BlockAttention, BlockContext, block_attention, block_of
 from specmamba.models.dflash.block_settings import FIELDS, BlockSettings
+from specmamba.models.dflash.confidence_head import ConfidenceHead
 from specmamba.models.dflash.token_links import MarkovLinks, SelectorLinks
-from specmamba.models.eagle import HeadWeights, take_fc
+from specmamba.models.eagle import OUTPUT, HeadWeights, take_fc
 from specmamba.models.hybrid import HybridTarget, run_blocks
+from specmamba.models.matrices.draft_vocabulary import DraftVocabulary, read_draft_vocabulary
 
-__all__ = ["NOT_READ", "BlockAttention", "DFlashHead", "is_block_head"]
-
-NOT_READ = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+__all__ = ["BlockAttention", "DFlashHead", "is_block_head"]
 
 
 def is_block_head(architecture: str, config: object) -> bool:
@@ -80,7 +80,13 @@ class DFlashHead:
         self._blocks = tuple(blocks)
         self._norm = weights.rms_norm("norm.weight")
         self._rotary = weights.rotary()
+        self.has_own_output = settings.has_own_vocabulary
+        self._logits = _own_logits(weights, target.vocab_size) if self.has_own_output else target.logits
         self.links = _links(weights, settings)
+        table = self.links.table if isinstance(self.links, MarkovLinks) else None
+        self.confidence: Callable[[Tensor, Tensor], Tensor] | None = ConfidenceHead.of(
+            weights, settings.confidence_knows_tokens, table
+        )
 
     def combine(self, features: Tensor) -> Tensor:
         """Turn the target's features [..., F] into context vectors [..., H]."""
@@ -104,8 +110,16 @@ class DFlashHead:
         return hidden if self.drafts_at_root else hidden[:, 1:].contiguous()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the target's output head to [..., H]: [..., V]."""
-        return self._target.logits(hidden)
+        """Apply the output head, the target's or the head's own, to [..., H]: [..., V]."""
+        return self._logits(hidden)
+
+
+def _own_logits(weights: HeadWeights, vocab_size: int) -> DraftVocabulary:
+    """The output head over the tokens that the head drafts. Raises CheckpointError and ConfigError."""
+    size, ids = read_draft_vocabulary(weights, vocab_size)
+    return DraftVocabulary(
+        weights.head(weights.take_head(OUTPUT, size, weights.config.hidden_size), size), ids, vocab_size
+    )
 
 
 def _links(weights: HeadWeights, settings: BlockSettings) -> TokenLinks | None:

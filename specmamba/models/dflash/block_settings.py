@@ -21,12 +21,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_swa": (None, False),
     "swa_window_size": (None,),
     "attention_sink_bias": (None, False),
-    "speculators_model_type": (None,),
 }
 READ = (
     *("block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal"),
     *("markov_rank", "markov_head_type", "dspark_bonus_anchor", "sample_from_anchor", "shift_label"),
-    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "confidence_head_with_markov"),
 )
 SLIDING = "sliding_attention"
 DEFAULT_BLOCK = 16  # of the published DFlash heads
@@ -45,6 +44,8 @@ class BlockSettings:
     markov: tuple[str, int] | None  # kind and rank of a Markov head
     selector: tuple[int, int] | None  # rank and candidates of a selector
     convolution: tuple[int, int] | None  # taps, and channels of a group
+    confidence_knows_tokens: bool  # whether a confidence head looks at the token above a draft
+    has_own_vocabulary: bool  # it drafts some of the target's tokens, by an output matrix of its own
 
     @classmethod
     def of(cls, weights: HeadWeights, architecture: str, num_layers: int, vocab_size: int) -> BlockSettings:
@@ -64,7 +65,7 @@ class BlockSettings:
         is_dspark = "dspark" in architecture.lower() or given.get("projector_type") == "dspark"
         _refuse_variants(given, is_dspark, vocab_size)
         layers = _target_layers(given, num_layers)
-        drafts_at_root = is_dspark and not _has_anchor_apart(given)
+        drafts_at_root = not _has_anchor_apart(given) if is_dspark else bool(given.get("sample_from_anchor"))
         block_size = given.number("block_size", None if is_dspark else DEFAULT_BLOCK) + drafts_at_root
         mask = given.number("mask_token_id")
         if block_size < 2:
@@ -77,8 +78,10 @@ class BlockSettings:
             )
         markov, selector = _markov(given), _selector(given, vocab_size)
         views = _views(given, block_size)
-        variant = _variant(is_dspark, markov, selector)
-        return cls(variant, layers, block_size, mask, drafts_at_root, views, markov, selector, _convolution(given))
+        variant = _variant(given, is_dspark, markov, selector)
+        links = markov, selector, _convolution(given), _confidence_knows_tokens(given, markov)
+        own = _has_own_vocabulary(given, vocab_size)
+        return cls(variant, layers, block_size, mask, drafts_at_root, views, *links, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class _Given:
     @classmethod
     def of(cls, weights: HeadWeights) -> _Given:
         config, found = weights.config, dict[str, Any]()
-        names = (*READ, *NEUTRAL)
+        names, seen = (*READ, *NEUTRAL), dict[str, Any]()
         found |= {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
         for field in FIELDS:
             nested = getattr(config, field, None) or {}
@@ -101,7 +104,10 @@ class _Given:
                 raise CheckpointError(
                     f"{weights.folder}: {field} should be an object, but is a {type(nested).__name__}"
                 )
-            found |= {name: value for name, value in nested.items() if value is not None}
+            said = {name: value for name, value in nested.items() if value is not None}
+            if differing := sorted(name for name in said.keys() & seen.keys() if said[name] != seen[name]):
+                raise CheckpointError(f"{weights.folder}: {' and '.join(FIELDS)} differ in {', '.join(differing)}")
+            found, seen = found | said, seen | said
         parts = frozenset(part for name in weights.reader.names() for part in name.split("."))
         return cls(weights.folder, found, parts, config)
 
@@ -123,10 +129,11 @@ def _refuse_variants(given: _Given, is_dspark: bool, vocab_size: int) -> None:
     for name, neutral in NEUTRAL.items():
         if given.get(name) not in neutral:
             raise UnsupportedModelError(f"{given.folder}: {name} {given.get(name)!r} is not supported in DFlash heads")
-    drafted = getattr(given.config, "draft_vocab_size", None) or vocab_size
-    if drafted != vocab_size or "d2t" in given.parts:
+    if _has_own_vocabulary(given, vocab_size) and not given.parts.isdisjoint(("markov_head", "candidate_selector")):
+        drafted = getattr(given.config, "draft_vocab_size", None) or vocab_size
         raise UnsupportedModelError(
-            f"{given.folder} drafts {drafted} tokens by a map of its own (d2t): that is not supported in DFlash heads"
+            f"{given.folder} drafts {drafted} tokens by a map of its own (d2t): that is not supported in heads whose "
+            "drafts know the token above them"
         )
     if "markov_head" in given.parts and not is_dspark:
         raise UnsupportedModelError(
@@ -138,6 +145,10 @@ def _refuse_variants(given: _Given, is_dspark: bool, vocab_size: int) -> None:
             f"{given.folder}: shift_label {given.get('shift_label')!r} is not supported in "
             f"{'DSpark' if is_dspark else 'DFlash'} heads"
         )
+
+
+def _has_own_vocabulary(given: _Given, vocab_size: int) -> bool:
+    return "d2t" in given.parts or getattr(given.config, "draft_vocab_size", None) not in (None, vocab_size)
 
 
 def _has_anchor_apart(given: _Given) -> bool:
@@ -182,6 +193,18 @@ def _convolution(given: _Given) -> tuple[int, int] | None:
     return given.number("conv_kernel_size", least=1), given.number("conv_group_size", least=1)
 
 
+def _confidence_knows_tokens(given: _Given, markov: tuple[str, int] | None) -> bool:
+    """Whether a confidence head looks at tokens: beside a Markov head it does unless the config says otherwise.
+
+    Raises:
+        CheckpointError: it should, and there is no Markov head whose rows it would look at.
+    """
+    said = given.get("confidence_head_with_markov")
+    if said and markov is None and "confidence_head" in given.parts:
+        raise CheckpointError(f"{given.folder}: confidence_head_with_markov {said}, but there is no Markov head")
+    return markov is not None and (said is None or bool(said))
+
+
 def _views(given: _Given, block_size: int) -> tuple[KeyView, ...]:
     """What each layer sees.
 
@@ -210,12 +233,15 @@ def _views(given: _Given, block_size: int) -> tuple[KeyView, ...]:
     )
 
 
-def _variant(is_dspark: bool, markov: tuple[str, int] | None, selector: tuple[int, int] | None) -> str:
+def _variant(given: _Given, is_dspark: bool, markov: tuple[str, int] | None, selector: tuple[int, int] | None) -> str:
+    """What the head is, in words."""
     if selector is not None:
-        return f"DFlash2, {selector[1]} candidates by a selector of rank {selector[0]}"
-    if markov is not None:
-        return f"DSpark, a {markov[0]} Markov head of rank {markov[1]}"
-    return "DSpark without a Markov head" if is_dspark else "DFlash"
+        words = f"DFlash2, {selector[1]} candidates by a selector of rank {selector[0]}"
+    elif markov is not None:
+        words = f"DSpark, a {markov[0]} Markov head of rank {markov[1]}"
+    else:
+        words = "DSpark without a Markov head" if is_dspark else "DFlash"
+    return f"{words}, with a confidence head" if "confidence_head" in given.parts else words
 
 
 def _target_layers(given: _Given, num_layers: int) -> tuple[int, ...]:

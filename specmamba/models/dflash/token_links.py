@@ -39,7 +39,7 @@ class MarkovLinks:
         vocab_size, width, name = weights.config.vocab_size, weights.config.hidden_size, "markov_head."
         self._kind = kind
         self.latent_size, self.state_size = rank, rank if kind == "rnn" else 0
-        self._table = weights.take(f"{name}markov_w1.weight", vocab_size, rank)
+        self.table = weights.take(f"{name}markov_w1.weight", vocab_size, rank)  # [V, R], w1
         self._output: Linear = weights.head(weights.take_head(f"{name}markov_w2.weight", vocab_size, rank), vocab_size)
         self._mix: Linear | None = None
         if kind == "gated":
@@ -48,7 +48,7 @@ class MarkovLinks:
             self._mix = weights.take_linear(f"{name}joint_proj", 3 * rank, 2 * rank + width, has_bias=True)
 
     def latent(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        above = F.embedding(tokens, self._table)
+        above = F.embedding(tokens, self.table)
         if self._mix is None:
             return above, state
         hidden = hidden.expand(-1, tokens.shape[1], -1)

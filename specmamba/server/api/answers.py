@@ -200,7 +200,7 @@ def _num_written(delta: OutputDelta) -> int:
 async def _events(
     call: Call, answer_format: AnswerFormat, choices: Choices, body: GenerationRequest
 ) -> AsyncIterator[Sequence[str]]:
-    """The events of a stream, as lists of those that are ready at the same time."""
+    """The events of a stream, as lists of those that are ready at the same time; no list is empty."""
     writer = ChunkWriter(answer_format.text_chunk, with_usage=bool(body.wants_stream_usage or body.wants_running_usage))
     latest: dict[int, OutputDelta] = {}
     if opening := [_event(writer, 0, chunk, answer_format) for chunk in answer_format.opening(len(choices.requests))]:
@@ -223,7 +223,8 @@ async def _events(
             yield events
     if body.wants_stream_usage:
         closing = answer_format.closing(choices.usage(latest))
-        yield [_framed(chunk, chunk.model_dump_json(), answer_format) for chunk in closing]
+        if events := [_framed(chunk, chunk.model_dump_json(), answer_format) for chunk in closing]:
+            yield events
 
 
 def _event(writer: ChunkWriter, index: int, chunk: Chunk, answer_format: AnswerFormat) -> str:
@@ -263,17 +264,21 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for events in self._with_error():
+        while events := await self._next_events():
             body = "\n\n".join([*events, ""]).encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
         end = b"" if self._format.has_named_events else b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _with_error(self) -> AsyncIterator[Sequence[str]]:
-        """The events; an error becomes the last of them, since the status has been sent already."""
+    async def _next_events(self) -> Sequence[str]:
+        """The next events, none at the end; an error becomes the last of them, since the status has been sent already.
+
+        Not a generator around the events: each takes part in every token of a stream.
+        """
         try:
-            async for events in self._events:
-                yield events
+            return await anext(self._events)
+        except StopAsyncIteration:
+            return ()
         except Exception as error:  # noqa: BLE001 -- as_api_error handles every exception
             failure = self._format.failure(as_api_error(error))
-            yield [_framed(failure, failure.model_dump_json(), self._format)]
+            return [_framed(failure, failure.model_dump_json(), self._format)]

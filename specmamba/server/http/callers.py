@@ -8,6 +8,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,6 +25,7 @@ _OPEN_PREFIX = "/page/"
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 _NETWORK_BITS_V6 = 64
+_MOST_NAMES = 64  # whose parsing is remembered: a client that sends one request after the other has the same ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def host_name(host: str) -> str | None:
     return None if found is None else found.group(1).strip("[]").lower().removesuffix(".")
 
 
+@lru_cache(_MOST_NAMES)
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is one of this machine's loopback interface."""
     name = host.lower().removesuffix(".")
@@ -158,6 +161,7 @@ def _is_direct(scope: Scope) -> bool:
     return is_local and not any(name in _FORWARDED or name.startswith(b"x-forwarded-") for name, _ in headers)
 
 
+@lru_cache(_MOST_NAMES)
 def network_of(address: str) -> str:
     """The addresses that one client is likely to have: an IPv4 address, or the /64 network of an IPv6 address."""
     try:

@@ -173,7 +173,7 @@ def _chain_counters(chain: ChainStats) -> Iterator[Metric]:
         "num_chained": "Decoding steps that were read after the next one was launched",
         "num_discarded": "Rows of decoding steps that were computed in vain",
         "num_for_host": "Decoding steps that were read first because the host had a part in the next one",
-        "num_for_requests": "Decoding steps that were read first because requests came, or all ended",
+        "num_for_requests": "Decoding steps that were read first because requests came that may not join, or all ended",
         "num_for_memory": "Decoding steps that were read first for memory, or to leave a state",
     }
     yield from _counters("step_chain", chain, texts)

@@ -226,8 +226,8 @@ def test_a_server_that_does_not_start_ends_it(capsys: pytest.CaptureFixture[str]
 def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     file = tmp_path / "report.json"
-    sizes = ["--prompt-tokens", "40,80", "--streams", "2", "--stream-tokens", "320", "--stream-prompt-tokens", "20"]
-    arrivals = ["--arrival-tokens", "48", "--arrival-interval", "0.2", "--rounds", "1"]
+    sizes = ["--prompt-tokens", "40,80", "--streams", "2", "--stream-tokens", "460", "--stream-prompt-tokens", "20"]
+    arrivals = ["--arrival-tokens", "48", "--arrival-interval", "0.1", "--rounds", "1"]
     assert handoffs.main([*TINY, *sizes, *arrivals, "--json", str(file)]) == 0
     report: dict[str, Any] = json.loads(file.read_text())
     assert report["threads"] == {"one_server": 2, "each_of_two": 1}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,13 @@ from typing import Any
 import pytest
 
 from specmamba.bench import replicas as replicas_bench
+from specmamba.bench.ingress_cost import loop_seconds, processor_seconds
 from specmamba.bench.ray_deployment import declared
 from specmamba.bench.replicas import BY_PREFIX, IN_TURN, ON_RAY, ONE, ReplicasBenchConfig
 from specmamba.cluster.deployment_file import read_deployment
 from specmamba.config import EngineConfig
 from tests.cluster.test_ray_serve import environment_of
+from tests.fake_engine import wait_until
 
 TINY = ["--clients=1", "--turns=2", "--rounds=1", "--max-tokens=8", "--beginning=200", "--context-length=512"]
 TINY += ["--max-total-tokens=2048", "--max-running-requests=2", "--dtype=float32", "--num-threads=1"]
@@ -34,8 +39,16 @@ def test_differences_are_to_one_server_in_the_same_round(capsys: pytest.CaptureF
     assert figures["token_alone_ms_over_one_server"] == {"median": 1.25, "range": [1.25, 1.25]}
     assert figures["tokens_per_second_over_one_server"] == {"median": 1.0, "range": [0.5, 2.0]}
     report: dict[str, Any] = {"model": "m", "dtype": "d", "machine": "it", "clients": 1, "turns": 2, "dp_size": 2}
-    replicas_bench.print_report(report | {"ways": {ONE: replicas_bench._medians(one, one), ON_RAY: figures}})
+    ways = {ONE: replicas_bench._medians(one, one), ON_RAY: figures}
+    spent = [
+        {ONE: {"gap_us": 900.0 + more}, ON_RAY: {"gap_us": 930.0, "token_us": 40.0 + more}} for more in (0, 10, 90)
+    ]
+    passing_on = {way: replicas_bench._passing_on(way, spent) for way in (ONE, ON_RAY)}
+    assert passing_on[ON_RAY]["more_gap_us"] == {"median": 20.0, "range": [-60.0, 30.0]}
+    assert passing_on[ON_RAY]["token_us"] == {"median": 50.0, "range": [40.0, 130.0]}
+    replicas_bench.print_report(report | {"ways": ways, "passing_on": passing_on})
     out = capsys.readouterr().out
+    assert "50 (40-130)" in out
     assert "250 (250-500)" in out
     assert ON_RAY in out
 
@@ -62,7 +75,23 @@ def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
     return report
 
 
+def check_passing_on(report: dict[str, Any], way: str) -> None:
+    assert 0 < report["passing_on"][way]["request_us"]["median"] < 1e6
+    assert 0 < report["passing_on"][way]["loaded_token_us"]["median"] < 1e6
+
+
+def test_processor_time_is_that_of_the_processes_which_are_named() -> None:
+    with subprocess.Popen([sys.executable, "-c", "for _ in range(3_000_000): pass\ninput()"], stdin=-1) as other:
+        before = [processor_seconds(each) for each in ([], [os.getpid()])]
+        wait_until(lambda: processor_seconds([other.pid]) > 0.02, 60)
+        assert before[0] == 0 < before[1] <= processor_seconds([os.getpid()])
+        both = processor_seconds([other.pid, os.getpid()])
+        assert both > processor_seconds([other.pid]) >= loop_seconds(other.pid) > 0.02
+        other.kill()
+
+
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_run(tmp_path: Path) -> None:
     report = run(tmp_path)
     assert list(report["ways"]) == [ONE, BY_PREFIX, IN_TURN]
@@ -72,6 +101,11 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         assert 0 <= figures["resumed"]["median"] < 1
     assert report["ways"][ONE]["more_per_token_us"]["median"] == 0
     assert report["ways"][BY_PREFIX]["resumed"] == report["ways"][ONE]["resumed"]
+    check_passing_on(report, BY_PREFIX)
+    spent = report["passing_on"]
+    assert 0 < spent[BY_PREFIX]["loop_request_us"]["median"] < spent[BY_PREFIX]["request_us"]["median"]
+    assert 0 < spent[ONE]["loop_request_us"]["median"] < 1e6
+    assert "token_us" not in report["passing_on"][ONE]  # its process computes the tokens too
 
 
 @pytest.mark.slow
@@ -80,6 +114,8 @@ def test_a_tiny_run_with_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # of a short name: Ray's sockets lie below it
         for name, value in environment_of(folder).items():
             monkeypatch.setenv(name, value)
-        ways = run(tmp_path, "--ray")["ways"]
+        report = run(tmp_path, "--ray")
+    ways = report["ways"]
     assert list(ways) == [ONE, BY_PREFIX, IN_TURN, ON_RAY]
     assert ways[ON_RAY]["resumed"] == ways[BY_PREFIX]["resumed"]
+    check_passing_on(report, ON_RAY)

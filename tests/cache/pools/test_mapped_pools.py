@@ -246,6 +246,7 @@ class TestPlan:
         assert driver.counts == (0, 0, 0)
 
 
+@pytest.mark.usefixtures("no_headroom")
 @pytest.mark.fast_cases("tree")
 @pytest.mark.parametrize(("drafts", "granularity"), [("chain", 1 << 21), ("plain", 4096), ("tree", 1 << 16)])
 def test_texts_are_those_of_fixed_pools(drafts: str, granularity: int, prompts: list[tuple[int, ...]]) -> None:

@@ -31,6 +31,7 @@ from tests.cache.store.memory_store import StoreMemory, library_on
 from tests.cache.test_disk_exact import Tokens, new_llm, run, tiers, without_cache
 from tests.cache.test_prefix_exact import check_pools
 from tests.drafts import DRAFTS
+from tests.processes import free_port
 
 LENDER = """
 import sys
@@ -74,12 +75,6 @@ class Master:
             with suppress(ProcessLookupError):
                 process.kill()
             process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return int(each.getsockname()[1])
 
 
 def start_master(folder: Path) -> Master:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.kernels.native.compilers import less_optimized
 from tests.repository import ROOT
 
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
@@ -18,7 +19,7 @@ def arm_compiler() -> list[str]:
     for program in (ARM_COMPILER, ARM_EMULATOR):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed (Debian: g++-aarch64-linux-gnu, qemu-user-static)")
-    return [ARM_COMPILER]
+    return less_optimized([ARM_COMPILER], "-O1")
 
 
 @pytest.fixture

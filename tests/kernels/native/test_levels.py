@@ -5,6 +5,7 @@ A process uses one instruction set, so each has a test run of its own.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,16 @@ import pytest
 
 from specmamba.kernels.native import levels
 from specmamba.kernels.native.build import compiled_objects
-from specmamba.kernels.native.cpp_compiler import run_compiler
+from specmamba.kernels.native.cpp_compiler import find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
 from tests.conftest import pytest_report_header
+from tests.kernels.native.compilers import less_optimized
 from tests.pairwise import IS_FULL
 from tests.thinned import EVERY_FIFTH, EVERY_TENTH
 
+OF_ANY_LEVEL = ("tests/kernels/triton", "tests/kernels/test_native_build.py")  # the latter chooses levels itself
 PARTS = {
-    "operators": ["tests/kernels", "--ignore=tests/kernels/triton", *EVERY_TENTH],
+    "operators": ["tests/kernels", *(f"--ignore={path}" for path in OF_ANY_LEVEL), *EVERY_TENTH],
     "exact texts": ["tests/models/test_families_exact.py", *EVERY_FIFTH],
 }
 if IS_FULL:
@@ -47,10 +50,12 @@ def test_the_header_names_levels_that_are_untried(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize(("level", "part"), LOWER)
+@pytest.mark.long
 def test_lower_levels(level: str, part: str, run_tests: Callable[..., None]) -> None:
     if available_levels()[0] is not chosen_level():
         pytest.skip(f"{SWITCH} chooses the instruction set of this run")
-    run_tests(*PARTS[part], **{SWITCH: level})
+    compiler = shlex.join(less_optimized(find_compiler(), "-O1"))  # levels differ in what vectors are, which stays
+    run_tests(*PARTS[part], **{SWITCH: level, "CXX": compiler})
 
 
 @pytest.mark.slow

@@ -89,6 +89,7 @@ def assert_all_called(calls: Path) -> None:
 
 # Emulated, each takes minutes: some cases on the best level, and in a full run all, the other levels and whole texts.
 @pytest.mark.parametrize("level", ARM_LEVELS if IS_FULL else ARM_LEVELS[:1], ids=lambda level: level.name)
+@pytest.mark.long
 def test_operators_on_arm(
     level: Level,
     arm_compiler: list[str],

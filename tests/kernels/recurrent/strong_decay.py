@@ -26,7 +26,15 @@ def make_tokens(name: str, batch: int, length: int, of: tuple[int, int, int, int
     return tokens._replace(g=mixed(DECAYS, tokens.g.shape, seed))
 
 
-def pending_records(capacity: int, of: tuple[int, int, int, int], counts: Tensor, seed: int) -> Records:
-    records = make_records(len(counts), capacity, of, counts, seed)
-    is_pending = (torch.arange(capacity) < counts[:, None])[..., None]
-    return records._replace(decay=torch.where(is_pending, mixed(DECAYS, records.decay.shape, seed), records.decay))
+def pending_records(
+    capacity: int,
+    of: tuple[int, int, int, int],
+    counts: Tensor,
+    seed: int,
+    decays: Tensor = DECAYS,
+    has_channels: bool = False,
+) -> Records:
+    records = make_records(len(counts), capacity, of, counts, seed, has_channels)
+    decay = records.decay
+    is_pending = (torch.arange(capacity) < counts[:, None]).view(*decay.shape[:2], *[1] * (decay.dim() - 2))
+    return records._replace(decay=torch.where(is_pending, mixed(decays, decay.shape, seed), decay))

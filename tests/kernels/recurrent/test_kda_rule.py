@@ -55,6 +55,18 @@ def test_known_tokens(heads: tuple[int, int, int, int], strong: bool) -> None:
 
 
 @pytest.mark.parametrize("strong", [False, True])
+@each_heads
+def test_reference_is_the_recurrence_of_transformers(heads: tuple[int, int, int, int], strong: bool) -> None:
+    """Which has as many key heads as value heads, computes in float32 and scales queries itself."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention as naive
+
+    tokens, state = make_tokens(2, 19, heads, seed=5, strong=strong), make_state(2, heads, seed=6)
+    q, k = (x.repeat_interleave(heads[1] // heads[0], 2) for x in tokens[:2])
+    want = naive(q * heads[2] ** 0.5, k, *tokens[2:], state, True)
+    assert_close(reference.extend(*tokens, state, torch.tensor([19, 19])), want)
+
+
+@pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize("nodes", [1, 6, 17])
 @each_heads
 def test_trees(heads: tuple[int, int, int, int], nodes: int, strong: bool) -> None:

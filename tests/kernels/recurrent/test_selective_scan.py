@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     def double(self) -> Tokens:
         return Tokens(*(x.double() for x in self))
 
-    def part(self, rows: slice, tokens: slice) -> Tokens:
+    def part(self, rows: slice, tokens: slice | list[int]) -> Tokens:
         return Tokens(*(x[rows, tokens] for x in self[:4]), self.rates)
 
 
@@ -239,6 +239,34 @@ def test_two_parts_of_a_run_equal_one() -> None:
     second, ended = extended("native", parts[1], between, torch.tensor([13]))
     assert torch.equal(torch.cat([first, second], 1), out)
     assert torch.equal(ended, after)
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [(7, 5), (16, 300)], ids=str)
+def test_bits_do_not_depend_on_how_tokens_are_run(sizes: tuple[int, int]) -> None:
+    """In one run, as a chain that is folded, and as the path of a tree behind records that are pending."""
+    tokens, state, every = make_tokens(1, 12, sizes, 2), make_state(1, sizes), slice(None)
+    whole, end = extended("native", tokens, state, torch.tensor([12]))
+    first, chain = tokens.part(every, slice(5)), mask_of(torch.tensor([[-1, 0, 1, 2, 3]]))
+    room = make_tokens(1, 14, sizes, 3)  # pending records, a hole, and those of the nodes
+    records = room.b, room.u, room.dt
+    assert torch.equal(verified("native", first, state, records, TreePlacement(None, 0, chain)), whole[:, :5])
+    path, parents = [0, 2, 3, 5, 6, 7], [-1, 0, 0, 2, 1, 3, 5, 6]  # of the tree: nodes 1 and 4 are wrong guesses
+    drawn = [5, 3, 6, 7, 1, 8, 9, 10]
+    nodes, placement = tokens.part(every, drawn), TreePlacement(torch.tensor([5]), 6, mask_of(torch.tensor([parents])))
+    assert torch.equal(verified("native", nodes, state, records, placement)[:, path], whole[:, 5:11])
+    kept = [*range(5), *(6 + node for node in path)]
+    folded = selective_scan.fold_exactly(state, *(x[:, kept] for x in records), tokens.rates, torch.tensor([11]))
+    last, after = extended("native", tokens.part(every, slice(11, 12)), folded, torch.tensor([1]))
+    assert torch.equal(last, whole[:, 11:])
+    assert torch.equal(after, end)
+
+
+@needs_native
+def test_folds_that_native_code_does_not_take_are_not_exact() -> None:
+    tokens, state = make_tokens(1, 3, (4, 6), 1).double(), make_state(1, (4, 6)).double()
+    with pytest.raises(RuntimeError, match="native code"):
+        selective_scan.fold_exactly(state, *tokens[1:4], tokens.rates, torch.tensor([3]))
 
 
 @needs_native

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
@@ -148,6 +149,7 @@ def run_examples(tmp_path: Path) -> Run:
 @pytest.mark.skipif(not IS_FULL, reason="SPECMAMBA_TEST_FULL=1 compiles all variants, for minutes")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_variant_is_as_the_table_says(target: str) -> None:
     """Where the interpreter was asked for, it is turned off."""
     result = run_command("--target", target, TRITON_INTERPRET="1")
@@ -187,9 +189,10 @@ print(json.dumps(wrong + [difference.text for difference in differences if diffe
 @pytest.mark.skipif(IS_FULL, reason="all variants are compiled for all targets")
 @pytest.mark.parametrize(("part", "target"), list(enumerate(SAMPLED)))
 @pytest.mark.slow
+@pytest.mark.long
 def test_some_variants_are_as_the_table_says(part: int, target: str) -> None:
-    """Every second of a part: the others are compiled by a full run alone, as is each for the other targets."""
-    assert compile_sample(target, sample(part)[part % 2 :: 2]) == []
+    """Every fourth of a part: the others are compiled by a full run alone, as is each for the other targets."""
+    assert compile_sample(target, sample(part)[part::4]) == []
 
 
 def compile_sample(target: str, jobs: Sequence[Job], version: str = "", path: Path | None = None) -> list[str]:
@@ -203,6 +206,7 @@ def compile_sample(target: str, jobs: Sequence[Job], version: str = "", path: Pa
 
 @pytest.mark.skipif(OLDEST is None, reason="SPECMAMBA_TEST_TRITON names no folder with Triton 3.6")
 @pytest.mark.slow
+@pytest.mark.long
 def test_variants_compile_with_the_oldest_triton() -> None:
     jobs = sample(0, parts=1 if IS_FULL else 6)
     assert compile_sample("sm_90", jobs, "3.6.", Path(str(OLDEST))) == []
@@ -228,13 +232,19 @@ def test_every_variant_is_in_a_sample() -> None:
 @pytest.mark.parametrize("operator", WITH_TRITON)
 def test_every_kernel_is_compiled_ahead_of_time(operator: str) -> None:
     """Or called by one that is; anything else is dead, or launched in a way that nothing here has compiled."""
-    functions, roots = triton_functions(), set()
-    for module in find_operators().values():
-        roots |= {(kernel.fn.__module__, kernel.fn.__name__) for kernel in kernels_of(module)}
-    live = reachable(functions, roots)
+    functions, live = compiled_functions()
     own = {function for function in functions if function[0].startswith(f"specmamba.kernels.{operator}.triton_")}
     assert any(module.endswith(".triton_kernels") for module, _ in own), "no triton.jit function in triton_kernels.py"
     assert own - live == set()
+
+
+@cache
+def compiled_functions() -> tuple[dict[Function, set[Function]], set[Function]]:
+    """Every ``triton.jit`` function with what it mentions, and those that a variant needs."""
+    modules = find_operators().values()
+    roots = {(kernel.fn.__module__, kernel.fn.__name__) for module in modules for kernel in kernels_of(module)}
+    functions = triton_functions()
+    return functions, reachable(functions, roots)
 
 
 def test_every_table_is_of_the_same_variants() -> None:

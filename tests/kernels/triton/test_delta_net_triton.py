@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.delta_net import Inputs, Weights, reference
+from specmamba.kernels.rowwise import torch_ops as rowwise_in_torch
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.layers.gated_delta_net import mix
+from tests.kernels.recurrent import test_kda_layer
 from tests.kernels.recurrent.layer_case import (
     RECORDS,
     TOLERANCE,
+    LayerCase,
     copied,
     moved,
     operands_of,
@@ -37,20 +40,19 @@ def run_triton(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees)
         return mix(inputs, weights, operands_of(buffers, trees))
 
 
-class PoolCase(Case):
+class OnPools(LayerCase):
     """With slot 0 as padding, and windows of checkpoints."""
 
-    def __init__(self, nodes: int, dtype: torch.dtype, state_dtype: torch.dtype, folds: bool, width: int = 4) -> None:
-        torch.manual_seed(nodes)
-        super().__init__(HEADS, nodes, PENDING, width=width, shapes=("bushy", "star", "chain"), dtype=dtype)
+    def place(self, dtype: torch.dtype, state_dtype: torch.dtype, folds: bool, width: int = 4) -> None:
+        """Move the states and windows to pools."""
         states = torch.cat([torch.full_like(self.buffers.states[:1], torch.nan), self.buffers.states]).to(state_dtype)
         windows = torch.full((len(states), width - 1, self.inputs.mixed.shape[2]), torch.nan, dtype=dtype)
         slots = self.trees.slots + 1
         slots[PADDING] = 0
         for row, slot in zip(self.trees.rows, slots, strict=True):
             windows[slot] = self.buffers.conv_inputs[row, : width - 1] if slot else torch.nan
-        self.buffers: Buffers = replace(self.buffers, states=states, windows=windows)
-        self.trees: Trees = replace(self.trees, slots=slots, folds=torch.tensor(FOLDS) if folds else None)
+        self.buffers = replace(self.buffers, states=states, windows=windows)
+        self.trees = replace(self.trees, slots=slots, folds=torch.tensor(FOLDS) if folds else None)
 
     def run_triton(self, device: str) -> tuple[Tensor, Buffers]:
         buffers, weights = moved(copied(self.buffers), device), moved(self.weights, device)
@@ -92,6 +94,24 @@ class PoolCase(Case):
         return {"rtol": rounding, "atol": rounding}
 
 
+class PoolCase(OnPools, Case):
+    """Decays by head."""
+
+    def __init__(self, nodes: int, dtype: torch.dtype, state_dtype: torch.dtype, folds: bool, width: int = 4) -> None:
+        torch.manual_seed(nodes)
+        super().__init__(HEADS, nodes, PENDING, width=width, shapes=("bushy", "star", "chain"), dtype=dtype)
+        self.place(dtype, state_dtype, folds, width)
+
+
+class ChannelCase(OnPools, test_kda_layer.Case):
+    """Kimi Delta Attention."""
+
+    def __init__(self, nodes: int, dtype: torch.dtype, bound: float | None, folds: bool) -> None:
+        torch.manual_seed(nodes)
+        super().__init__(HEADS, nodes, PENDING, shapes=("bushy", "star", "chain"), dtype=dtype, bound=bound)
+        self.place(dtype, torch.float32, folds)
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("nodes", [1, 2, 7])
 @pytest.mark.parametrize("folds", [False, True])
@@ -104,6 +124,18 @@ def test_matches_reference(nodes: int, folds: bool, gpu_device: str) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
 def test_activations_in_bfloat16(nodes: int, state_dtype: torch.dtype, gpu_device: str) -> None:
     PoolCase(nodes, torch.bfloat16, state_dtype, folds=False).check_triton(gpu_device)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("nodes", "bound", "folds"), [(1, None, False), (7, -5.0, True), (4, None, True)])
+def test_decays_by_channel(
+    nodes: int, bound: float | None, folds: bool, dtype: torch.dtype, gpu_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi Delta Attention: four launches too, with gates in the second and the last."""
+    monkeypatch.setattr(rowwise_in_torch, "delta_inputs", None)
+    monkeypatch.setattr(rowwise_in_torch, "gated_rms_norm", None)
+    ChannelCase(nodes, dtype, bound, folds).check_triton(gpu_device)
 
 
 @pytest.mark.parametrize("width", [2, 3])

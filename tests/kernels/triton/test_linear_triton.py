@@ -1,4 +1,4 @@
-"""The int8 form in Triton: a few rows by a byte per weight, rounded once; more rows as PyTorch does."""
+"""The int8 form in Triton: up to some hundred rows by a byte per weight, rounded once; more rows as PyTorch does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_size(n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str)
     """One row, one more than a tile is high, and as many as there may be."""
     weight = normal(n, k, seed=1, dtype=dtype)
     product = ops.TritonInt8Weight(weight.to(gpu_device))
-    for rows in (1, 17, ops.MAX_ROWS):
+    for rows in (1, 17, ops.MAX_ROWS[dtype]):
         x = normal(rows, k, seed=rows, dtype=dtype)
         assert_rounded(product(x.to(gpu_device)).cpu(), x, weight)
 
@@ -118,7 +118,8 @@ def test_many_rows_and_other_types_are_pytorchs(ops: Any, gpu_device: str, monke
     assert product.nbytes == 20 * 24 + 4 * 20
     monkeypatch.setattr(ops, "multiply_few", None)
     torch.use_deterministic_algorithms(False)  # cuBLAS would ask for a setting
-    for x in (normal(ops.MAX_ROWS + 1, 24, seed=12), normal(3, 24, seed=13).double()):
+    many = [normal(most + 1, 24, seed=12, dtype=dtype) for dtype, most in ops.MAX_ROWS.items()]
+    for x in (*many, normal(3, 24, seed=13).double()):
         assert_same_rows(product(x.to(gpu_device)), of_torch(x.to(gpu_device)))
 
 

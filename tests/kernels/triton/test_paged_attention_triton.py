@@ -85,6 +85,17 @@ def test_causal_queries_behind_a_cached_prefix(
     check_attention(triton_ops, gpu_device, make_keys([37, 0], num_queries), heads, dtype)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("num_nodes", "group"), [(1, 1), (1, 15), (3, 4), (5, 3)])
+def test_fewer_rows_than_a_product(
+    triton_ops: Any, gpu_device: str, num_nodes: int, group: int, dtype: torch.dtype
+) -> None:
+    """Nodes times query heads of a key head: the rest of a product's rows is padding. ``bench gpu`` runs this first."""
+    assert num_nodes * group < tiles.MIN_BLOCK
+    keys = make_keys([33, 1], num_nodes, num_entries=num_nodes)
+    check_attention(triton_ops, gpu_device, keys, (2 * group, 2, 24), dtype)
+
+
 @pytest.mark.parametrize(("num_queries", "heads", "dtype"), [(70, (2, 1, 16), FP32), (65, (7, 1, 20), BF16)])
 def test_long_runs(triton_ops: Any, gpu_device: str, num_queries: int, heads: Heads, dtype: torch.dtype) -> None:
     """Several blocks of queries; the second row is shorter, and its last tokens are padding."""

@@ -110,6 +110,7 @@ def client(served: Served, numbers: range) -> Counter[int]:
     return statuses
 
 
+@pytest.mark.long
 def test_fields(served: Served, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     caplog.set_level(logging.INFO)
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:

@@ -272,6 +272,7 @@ class StoreTier(ThreadedTier):
         with self._lock:
             self._counts.damaged += error.fault == "damaged"
             stored = self._index.get((self.layout.fingerprint, key))
+            self._names.pop(key, None)
         if stored is not None:
             self._forget(stored)
         if error.fault == "damaged":
@@ -304,7 +305,7 @@ class StoreTier(ThreadedTier):
                 self._give_up(entry, stored, lost)
         if lost is None:
             with self._lock:
-                self._coming.pop(entry.key, None)
+                self._came(entry)
                 self._counts.writes += written > 0
                 self._counts.written_bytes += written
 

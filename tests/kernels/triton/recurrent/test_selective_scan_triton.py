@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -191,9 +192,29 @@ def test_what_is_not_finite_reaches_descendants_alone(gpu_device: str) -> None:
         assert all(x[case.trees.rows[0], nodes].isfinite().all() for x in (after.k, after.u, after.decay))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.fixture
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Run prompts in chunks of so many tokens; None: in one launch."""
+
+    def choose(tokens: int | None) -> None:
+        monkeypatch.setattr(triton_ops, "SHORT", 10**6 if tokens is None else 0)
+        monkeypatch.setattr(triton_ops, "CHUNK", tokens)
+
+    return choose
+
+
+def test_long_prompts_of_few_channels_run_in_chunks() -> None:
+    assert [triton_ops.is_long(1, length, 16, 8192) for length in (1, 128, 129, 2048)] == [False, False, True, True]
+    assert [triton_ops.is_long(batch, 2048, 16, 8192) for batch in (1, 7, 8, 64)] == [True, True, False, False]
+
+
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extend_in_place(dtype: torch.dtype, gpu_device: str) -> None:
+@pytest.mark.parametrize("chunk", [None, 4, 7])
+def test_extend_in_place(
+    chunk: int | None, dtype: torch.dtype, gpu_device: str, in_chunks: Callable[[int | None], None]
+) -> None:
+    in_chunks(chunk)
     lengths, slots = torch.tensor([20, 0, 16, 9, 1]), torch.tensor([4, 2, 1, 0, 5])
     tokens = make_tokens(5, 21, ODD, seed=3)
     beyond = torch.arange(21) >= lengths[:, None]
@@ -218,13 +239,37 @@ def test_extend_in_place(dtype: torch.dtype, gpu_device: str) -> None:
     assert (out[beyond | (slots == 0)[:, None]] == 0).all()
 
 
-def test_extend_with_strong_decays_over_blocks(gpu_device: str) -> None:
-    tokens, states = make_tokens(1, 9, WIDE, 3, strong=True), make_state(2, WIDE)
-    want, end = reference.extend(*tokens.double(), states[1:].double(), torch.tensor([9]))
-    there, places = states.to(gpu_device), (torch.tensor([1]).to(gpu_device), torch.tensor([9]).to(gpu_device))
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 64])
+def test_extend_with_strong_decays_over_blocks(
+    chunk: int | None, seed: int, gpu_device: str, in_chunks: Callable[[int | None], None]
+) -> None:
+    """Steps from 0 to 500 times rates: log decays from 0 to -3000 and beyond, mixed; 150 tokens are three chunks."""
+    in_chunks(chunk)
+    length, sizes = (150, ONE) if chunk == 64 else (9, WIDE)
+    tokens, states = make_tokens(1, length, sizes, seed, strong=True), make_state(2, sizes)
+    want, end = reference.extend(*tokens.double(), states[1:].double(), torch.tensor([length]))
+    there, places = states.to(gpu_device), (torch.tensor([1]).to(gpu_device), torch.tensor([length]).to(gpu_device))
     out = triton_ops.extend_in_place(*on(gpu_device, tokens), there, *places)
     torch.testing.assert_close(out.cpu().double(), want, **TOLERANCE)
     torch.testing.assert_close(there[1:].cpu().double(), end, **TOLERANCE)
+
+
+@ignores_warnings
+@pytest.mark.parametrize("field", ["b", "u", "dt"])
+def test_what_is_not_finite_stays_behind_its_token(
+    field: str, gpu_device: str, in_chunks: Callable[[int | None], None]
+) -> None:
+    in_chunks(4)
+    tokens, states = make_tokens(2, 13, ONE, 5), make_state(3, ONE)
+    places = [torch.tensor(x).to(gpu_device) for x in ([1, 2], [13, 13])]
+    want = triton_ops.extend_in_place(*on(gpu_device, tokens), states.to(gpu_device, copy=True), *places)
+    getattr(tokens, field)[0, 6, 0, 2] = torch.nan
+    got = triton_ops.extend_in_place(*on(gpu_device, tokens), states.to(gpu_device, copy=True), *places)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0, :6], want[0, :6])
+    assert got[0, 6:].isnan().any(-1).all()
 
 
 @pytest.mark.fast_cases(2)

@@ -93,7 +93,9 @@ class TestDispatch:
         self, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Sorted as a stable sort does: all but a few go to two of the experts, so that ties span blocks."""
-        monkeypatch.setitem(ops.DISPATCH_BLOCKS, "BLOCK_P", 16)
+        from specmamba.kernels.moe.triton_dispatch import DISPATCH_BLOCKS
+
+        monkeypatch.setitem(DISPATCH_BLOCKS, "BLOCK_P", 16)
         tokens = 20
         experts = torch.tensor([[3, 1], [1, 3], [0, 4]])[torch.arange(tokens) % 7 % 3]
         x = normal(tokens, 3, seed=1)
@@ -102,7 +104,7 @@ class TestDispatch:
         assert torch.equal(rows.cpu(), want)
         assert torch.equal(got.places.cpu(), groups.places)
         assert torch.equal(got.ends.cpu(), groups.ends)
-        x = normal(2, 2 * ops.DISPATCH_BLOCKS["BLOCK_K"] + 5, seed=2)
+        x = normal(2, 2 * DISPATCH_BLOCKS["BLOCK_K"] + 5, seed=2)
         rows, _ = ops.dispatch(x.to(gpu_device), torch.tensor([[1], [0]]).to(gpu_device), 2)
         assert torch.equal(rows.cpu(), x.flip(0))
 
@@ -274,7 +276,8 @@ class TestWhoTakesWhat:
         groups = Groups(torch.zeros(1).long(), torch.ones(1).int())
         assert not moe.can_dispatch(x, groups.places)
         assert moe.can_dispatch(y, groups.places)
-        assert not moe.can_dispatch(y, torch.zeros(moe.MAX_RANKED_PAIRS + 1, 1))
+        assert moe.can_dispatch(y, groups.places.expand(moe.MAX_PAIRS))
+        assert not moe.can_dispatch(y, groups.places.expand(moe.MAX_PAIRS + 1))
         assert not moe.can_combine(x, groups, y)
 
     def test_the_grouped_product_is_for_many_rows(self, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,12 +350,12 @@ class TestNothingAsksTheDevice:
     @pytest.mark.parametrize(
         "run",
         [
-            lambda x: moe.softmax_routing(x, 3, True),
-            lambda x: moe.topk_softmax_routing(x, 3),
+            lambda x: torch_ops.softmax_routing(x, 3, True),
+            lambda x: torch_ops.topk_softmax_routing(x, 3),
             lambda x: moe.sigmoid_routing(x, x[0], 3, 1, 1, True, 1.0),
             lambda x: moe.sigmoid_routing(x, x[0], 3, 4, 2, False, 1.0),
             lambda x: torch_ops.PlainRouter(x)(x),
-            lambda x: torch_ops.dispatch(x, moe.topk_softmax_routing(x, 3).experts, 12)[1].ends,
+            lambda x: torch_ops.dispatch(x, torch_ops.topk_softmax_routing(x, 3).experts, 12)[1].ends,
             lambda x: torch_ops.combine(x, Groups(x[:, 0].long(), x[0].int()), x[:, :1]),
         ],
         ids=["softmax", "topk", "sigmoid", "sigmoid of groups", "router", "dispatch", "combine"],

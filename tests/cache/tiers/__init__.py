@@ -1,0 +1,1 @@
+"""Tests of the tiers below the pools with whole engines."""
