@@ -91,15 +91,15 @@ def main() -> None:
         put_stub(llm.engine.runner.graph_runner)
     print("{}", file=output, flush=True)
     for line in sys.stdin:
-        print(json.dumps(time_steps(llm, json.loads(line))), file=output, flush=True)
+        print(json.dumps(time_steps(llm, json.loads(line), given["stubbed"])), file=output, flush=True)
 
 
-def time_steps(llm: LLM, batch: dict[str, Any]) -> dict[str, float]:
+def time_steps(llm: LLM, batch: dict[str, Any], is_stubbed: bool) -> dict[str, float]:
     """Mean milliseconds of a step of a full batch, those outside of its replay, and tokens per second."""
     llm.workbench.use_drafts(**batch["drafts"])
     params = SamplingParams(max_tokens=batch["max_tokens"], temperature=batch["temperature"], seed=1, ignore_eos=True)
     stretch = run_full_batch(llm, [Job(tuple(prompt), params) for prompt in batch["prompts"]])
-    if stretch.host_ms >= stretch.step_ms:
+    if not is_stubbed and stretch.host_ms >= stretch.step_ms:
         raise RuntimeError("no step was replayed: this version has no native kernels here")
     speed = stretch.num_tokens / stretch.seconds
     return {"step_ms": stretch.step_ms, "host_ms": stretch.host_ms, "tokens_per_second": speed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import GrammarError, RequestError
-from specmamba.grammar import CompiledGrammar, GrammarMatcher
-from specmamba.grammar.checks import _grows
+from specmamba.grammar import CompiledGrammar, GrammarMatcher, checks
+from specmamba.grammar.checks import _grows, check_by_trial
 from specmamba.grammar.compiler import token_bytes
 from specmamba.grammar.matcher import FREE_SECONDS, MAX_SECONDS, SLOW_SECONDS, Effort, scale_of
 from specmamba.grammar.worker import compile_grammar
@@ -92,6 +93,15 @@ def test_growing_cost_is_detected() -> None:
     assert not _grows([0.02] * 200, slow=0.03)
     assert not _grows([1e-6 * (1 + step) for step in range(200)], slow=0.03)
     assert not _grows([0.001, 0.02] * 4, slow=0.03)  # too short to tell
+
+
+@pytest.mark.parametrize(("num_slow", "is_refused"), [(1, False), (2, True)])
+def test_a_second_slow_step_is_refused(monkeypatch: pytest.MonkeyPatch, num_slow: int, is_refused: bool) -> None:
+    """One alone can be the machine's."""
+    costs = iter([0.001] * 8 + [0.04] * num_slow)
+    monkeypatch.setattr(checks, "_steps", lambda *_: [next(costs, 0.001) for _ in range(10)])
+    with pytest.raises(RequestError, match="too complex") if is_refused else nullcontext():
+        check_by_trial(None, VOCAB)
 
 
 def test_two_slow_masks_end_a_request() -> None:
