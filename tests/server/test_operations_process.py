@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.fake_engine import wait_until
-from tests.server.test_server_process import FAKE, ROOT, Completion, fake_process, num_running, process
+from tests.server.test_server_process import FAKE, ROOT, Completion, num_running, process
 
 KILLED = """
 import ctypes, signal, sys, threading
