@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import zlib
@@ -24,7 +25,7 @@ with suppress(ImportError):  # tests of kernels run where it is missing, as on a
     settings.load_profile("specmamba")
 
 
-MANY = 6  # cases of one test
+FEW, MANY = 4, 18  # cases of one test
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported: they run on the CPU, line by line
@@ -34,6 +35,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for i
 def pytest_configure() -> None:
     # the operators are small: a second thread gains little, and costs much when anything else wants its core
     torch.set_num_threads(1)
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # of the thousands of tests that are collected none is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # tests and modules stay to the end: no later collection looks at them
+    gc.enable()
 
 
 def pytest_report_header() -> str:
@@ -63,8 +74,8 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases that ``fast_cases`` leaves to the slow tier, and take out those that only a full run has.
 
     ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
-    whose id contains one of the strings. Of more than ``MANY`` others the slow tier has about every second one; of more
-    than three times as many about every third, by a number that their names make, since parameters take turns.
+    whose id contains one of the strings. Of more than ``FEW`` others the slow tier has about every third; of more than
+    ``MANY`` about every fifth, by a number that their names make, since parameters take turns.
     """
     left_out = set[pytest.Item]()
     cases: dict[str, list[pytest.Item]] = {}
@@ -82,8 +93,8 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
         others = [item for item in of_one if item not in kept]
         for item in others:
             item.add_marker(pytest.mark.slow)
-        if len(others) > MANY and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
-            nth = 3 if len(others) > 3 * MANY else 2
+        if len(others) > FEW and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
+            nth = 5 if len(others) > MANY else 3
             left_out.update(item for item in others if zlib.crc32(item.nodeid.encode()) % nth)
     items[:] = [item for item in items if item not in left_out]
 

@@ -302,7 +302,7 @@ class WaitingEngine(FakeEngine):
 
     def step(self) -> list[OutputDelta]:
         if self.num_steps:
-            self.may_go_on.wait(10)
+            self.may_go_on.wait(60)
         return super().step()
 
 
@@ -342,7 +342,8 @@ def _whole_characters(data: bytes, final: bool) -> tuple[str, bytes]:
     return "", data
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait for a condition. The time only ends a hang: it is no bound that anything has to keep."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met in time"
@@ -433,10 +434,10 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
     runner.start()
     try:
         wait_until(lambda: server.started)
-        with httpx.Client(base_url=url_of(listener), timeout=30) as http:
+        with httpx.Client(base_url=url_of(listener), timeout=120) as http:
             yield Served(url_of(listener), engine, engine_thread, server, http)
     finally:
         assert engine_thread.shutdown(0.0)
-        runner.join(10)
+        runner.join(60)
         listener.close()
         assert not runner.is_alive()

@@ -71,7 +71,7 @@ def in_background(served: Served, template: str) -> tuple[threading.Thread, list
     answers: list[httpx.Response] = []
     body = {"messages": [{"role": "user", "content": template}]}
     thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(served.url + "/tokenize", json=body, timeout=30))
+        target=lambda: answers.append(httpx.post(served.url + "/tokenize", json=body, timeout=120))
     )
     thread.start()
     return thread, answers
@@ -137,7 +137,7 @@ def test_a_process_that_dies_is_replaced(served: Served, renderers: list[Templat
     assert ask(served, "a").json()["count"] == 1
     thread, answers = in_background(served, ENDLESS)
     os.kill(wait_for_work(renderers[0]), signal.SIGKILL)
-    thread.join(10)
+    thread.join(60)
     assert "ended the process" in refused(answers[0], 400, "messages", None)
     pid = renderers[0].worker_pid
     assert ask(served, "ab").json()["count"] == 2
@@ -147,26 +147,33 @@ def test_a_process_that_dies_is_replaced(served: Served, renderers: list[Templat
     assert ask(served, "abc").json()["count"] == 3
 
 
-def test_a_client_that_hangs_up_is_given_up(served: Served, renderers: list[TemplateRenderer]) -> None:
+def test_a_client_that_hangs_up_is_given_up(
+    served: Served, renderers: list[TemplateRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specmamba.templates.renderer.TIMEOUT_S", 60.0)
     body = {"messages": [{"role": "user", "content": ENDLESS}]}
     with suppress(httpx.ReadTimeout):
         httpx.post(served.url + "/v1/chat/completions", json=body, timeout=0.2)
     started = time.monotonic()
     assert ask(served, "ab").json()["count"] == 2
-    assert time.monotonic() - started < 8  # the limit of the rendering is 10 s
+    assert time.monotonic() - started < 50
 
 
-def test_waiting_is_limited_and_the_end_waits_for_no_rendering(renderers: list[TemplateRenderer]) -> None:
+def test_waiting_is_limited_and_the_end_waits_for_no_rendering(
+    renderers: list[TemplateRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specmamba.templates.renderer.TIMEOUT_S", 60.0)
     with serving(ScriptedTemplates(), queue_timeout=0.2) as served:
         thread, answers = in_background(served, ENDLESS)
         pid = wait_for_work(renderers[-1])
         assert "--queue-timeout" in refused(ask(served, "a"), 503, None, "queue_timeout")
         served.thread.drain(0.0)
-        thread.join(8)  # the limit of the rendering is 10 s
+        thread.join(50)
+        assert not thread.is_alive()
         refused(answers[0], 503, None, "engine_stopped")
         wait_until(lambda: not Path(f"/proc/{pid}").exists())
     future = renderers[-1].render(lambda: Conversation("a"))
-    assert isinstance(future.exception(10), Exception)
+    assert isinstance(future.exception(60), Exception)
 
 
 def test_callers_take_turns() -> None:

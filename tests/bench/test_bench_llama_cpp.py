@@ -433,7 +433,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, status: int, build
     try:
         wait_until(lambda: any("request" in line for line in noted(build)))
         process.send_signal(number)
-        assert process.wait(20) == status
+        assert process.wait(120) == status
     finally:
         process.kill()
         process.wait()

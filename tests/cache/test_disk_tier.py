@@ -95,7 +95,7 @@ def loaded(tier: Tier, chain: Sequence[Stored]) -> object:
 
 
 def wait_for(load: Load) -> object:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while load.result is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -352,7 +352,7 @@ def test_two_tiers_see_each_other(new_tier: NewTier, monkeypatch: pytest.MonkeyP
     first, second = new_tier(), new_tier()
     put(first, TEXT[:50])
     first.drain()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while ends(second, TEXT) != [50]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -374,7 +374,7 @@ def test_what_is_written_while_the_folder_is_listed_stays_known(
     put(tier, TEXT[:30])
     assert tier.drain()
     write, look = EntryFolder.write, EntryFolder.list
-    monkeypatch.setattr(EntryFolder, "write", lambda *given: (may_write.wait(5), write(*given))[1])
+    monkeypatch.setattr(EntryFolder, "write", lambda *given: (may_write.wait(60), write(*given))[1])
     put(tier, TEXT[:60])
 
     def look_too_early(folder: EntryFolder) -> list[object]:
@@ -392,7 +392,7 @@ def test_what_is_written_while_the_folder_is_listed_stays_known(
 def test_what_waits_to_be_written_is_loaded_from_memory(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, may_write = new_tier(), threading.Event()
     real = EntryFolder.write
-    monkeypatch.setattr(EntryFolder, "write", lambda *given: (may_write.wait(5), real(*given))[1])
+    monkeypatch.setattr(EntryFolder, "write", lambda *given: (may_write.wait(60), real(*given))[1])
     put(tier, TEXT[:50])
     assert fetch(tier, TEXT) == (TEXT[:50], TEXT[49])
     assert tier.stats().writes == 0
@@ -407,14 +407,13 @@ def test_a_disk_that_hangs_delays_one_request(new_tier: NewTier, monkeypatch: py
     tier, answers = new_tier(), threading.Event()
     put(tier, TEXT[:50])
     tier.drain()
-    monkeypatch.setattr(EntryFolder, "touch", lambda *_: answers.wait(5))
+    monkeypatch.setattr(EntryFolder, "touch", lambda *_: answers.wait(60))
     assert fetch(tier, TEXT) == "slow"
     time.sleep(0.05)  # since its thread began to read
-    began = time.monotonic()
-    assert fetch(tier, TEXT) == "slow"
-    assert time.monotonic() - began < 0.04  # at once
+    monkeypatch.setattr(tier_module, "MAX_LOAD_S", 1e9)
+    assert fetch(tier, TEXT) == "slow"  # at once
     answers.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while tier.hangs:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -487,7 +486,7 @@ def test_a_mover_bounds_what_it_holds() -> None:
 
     def job(number: int) -> Callable[[], None]:
         def run() -> None:
-            assert may_run.wait(5)
+            assert may_run.wait(60)
             ran.append(number)
 
         return run

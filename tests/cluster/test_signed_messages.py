@@ -19,7 +19,7 @@ Pair = tuple[SignedMessages, SignedMessages]
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as opened:
-        opened.settimeout(10.0)
+        opened.settimeout(60.0)
         yield opened
 
 
@@ -33,7 +33,7 @@ def pair(listener: socket.socket) -> Iterator[Pair]:
     with ThreadPoolExecutor(1) as other:
         connecting = other.submit(connect, *address_of(listener), KEY)
         server = accept(listener, KEY)
-        client = connecting.result(10)
+        client = connecting.result(60)
     assert server is not None
     yield server, client
     server.close()
@@ -94,7 +94,7 @@ def test_another_key_is_refused_on_both_sides(listener: socket.socket) -> None:
         connecting = other.submit(connect, *address_of(listener), b"x" * 32)
         assert accept(listener, KEY) is None
         with pytest.raises(OSError, match="refused"):
-            connecting.result(10)
+            connecting.result(60)
 
 
 def test_a_stranger_who_says_nothing_is_not_waited_for(

@@ -46,8 +46,8 @@ def running(engine: FakeEngine) -> Iterator[EngineThread]:
 def test_requests_run_together_to_their_ends() -> None:
     listeners = [Listener(f"r{i}") for i in range(3)]
     with running(FakeEngine()) as thread:
-        thread.submit([listener.request for listener in listeners]).result(5)
-        assert all(listener.ended.wait(5) for listener in listeners)
+        thread.submit([listener.request for listener in listeners]).result(60)
+        assert all(listener.ended.wait(60) for listener in listeners)
     assert [listener.text for listener in listeners] == [TEXT] * 3
     assert [delta.finish_reason for delta in listeners[0].deltas if delta.finish_reason] == ["stop"]
 
@@ -55,13 +55,13 @@ def test_requests_run_together_to_their_ends() -> None:
 def test_an_idle_thread_does_not_step_and_wakes_up() -> None:
     engine = FakeEngine()
     with running(engine) as thread:
-        assert thread.call(lambda engine: engine.stats().num_running).result(5) == 0
+        assert thread.call(lambda engine: engine.stats().num_running).result(60) == 0
         assert engine.num_steps == 0
         listener = Listener("a")
-        thread.submit([listener.request]).result(5)
-        assert listener.ended.wait(5)
+        thread.submit([listener.request]).result(60)
+        assert listener.ended.wait(60)
         steps = engine.num_steps
-        thread.call(lambda engine: None).result(5)
+        thread.call(lambda engine: None).result(60)
         assert engine.num_steps == steps
 
 
@@ -77,7 +77,7 @@ def test_the_engine_is_built_used_and_closed_on_one_thread() -> None:
     engine = Watched()
     with running(engine) as thread:
         listener = Listener("a")
-        thread.submit([listener.request]).result(5)
+        thread.submit([listener.request]).result(60)
         thread.abort(["a"])
     assert used_by == {thread._thread.ident}
     assert engine.num_closed == 1
@@ -98,7 +98,7 @@ def test_an_idle_engine_is_called_as_often_as_it_says() -> None:
         assert len(called) == 5
         assert engine.num_steps == 0
         assert called[-1] - called[0] >= 0.04
-        thread.submit([Listener("a").request]).result(5)
+        thread.submit([Listener("a").request]).result(60)
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [("", RequestError), ("x" * 1000, RequestError)])
@@ -107,7 +107,7 @@ def test_a_batch_with_a_bad_prompt_is_refused_as_a_whole(prompt: str, expected: 
     with running(engine) as thread:
         future = thread.submit([Listener("good").request, Listener("bad", prompt).request])
         with pytest.raises(expected):
-            future.result(5)
+            future.result(60)
         assert not engine.running
 
 
@@ -116,9 +116,9 @@ def test_a_batch_of_which_half_fits_the_queue_is_refused_as_a_whole() -> None:
     engine.config = engine.config.model_copy(update={"max_queued_requests": 2})
     with running(engine) as thread:
         first = Listener("first")
-        thread.submit([first.request]).result(5)
+        thread.submit([first.request]).result(60)
         with pytest.raises(QueueFullError):
-            thread.submit([Listener("a").request, Listener("b").request]).result(5)
+            thread.submit([Listener("a").request, Listener("b").request]).result(60)
         assert list(engine.running) == ["first"]
 
 
@@ -126,12 +126,12 @@ def test_abort_takes_effect_between_two_steps() -> None:
     engine = FakeEngine(step_s=0.01)
     with running(engine) as thread:
         gone, stays = Listener("gone"), Listener("stays")
-        thread.submit([gone.request, stays.request]).result(5)
+        thread.submit([gone.request, stays.request]).result(60)
         wait_until(lambda: gone.deltas)
         thread.abort(["gone", "never-existed"])
-        thread.call(lambda engine: None).result(5)
+        thread.call(lambda engine: None).result(60)
         seen = len(gone.deltas)
-        assert stays.ended.wait(5)
+        assert stays.ended.wait(60)
         assert len(gone.deltas) == seen
         assert stays.text == TEXT
         thread.abort(["stays"])  # finished: ignored
@@ -146,8 +146,8 @@ def test_a_callback_that_raises_ends_only_its_own_request() -> None:
 
     with running(engine) as thread:
         stays = Listener("stays")
-        thread.submit([EngineRequest("broken", [1], LONG, take), stays.request]).result(5)
-        assert stays.ended.wait(5)
+        thread.submit([EngineRequest("broken", [1], LONG, take), stays.request]).result(60)
+        assert stays.ended.wait(60)
         assert thread.failed is None
     assert engine.aborted == ["broken"]
 
@@ -156,7 +156,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
     engine = FakeEngine(step_s=0.005)
     with running(engine) as thread:
         listener = Listener("a")
-        thread.submit([listener.request]).result(5)
+        thread.submit([listener.request]).result(60)
         thread.drain(30.0)
         with pytest.raises(EngineStoppedError, match="shutting down"):
             thread.submit([Listener("b").request])
@@ -172,7 +172,7 @@ def test_the_deadline_of_a_drain_aborts_what_still_runs() -> None:
     engine = FakeEngine(step_s=0.02, chunk=1)
     with running(engine) as thread:
         listener = Listener("a")
-        thread.submit([listener.request]).result(5)
+        thread.submit([listener.request]).result(60)
         wait_until(lambda: listener.deltas)
         assert thread.shutdown(0.05)
         last = listener.deltas[-1]
@@ -186,12 +186,12 @@ def test_a_crash_of_a_step_reaches_every_caller() -> None:
     with running(FakeEngine(fail_at_step=2)) as thread:
         thread.on_stop(stopped.set)
         listeners = [Listener("a"), Listener("b")]
-        thread.submit([listener.request for listener in listeners]).result(5)
+        thread.submit([listener.request for listener in listeners]).result(60)
         for listener in listeners:
-            assert listener.ended.wait(5)
+            assert listener.ended.wait(60)
             assert listener.deltas[-1].finish_reason == "error"
             assert listener.deltas[-1].error == "the engine failed: RuntimeError: scripted failure"
-        assert stopped.wait(5)
+        assert stopped.wait(60)
         assert isinstance(thread.failed, RuntimeError)
         with pytest.raises(EngineStoppedError, match="failed"):
             thread.submit([Listener("c").request])
@@ -206,17 +206,17 @@ def test_queued_calls_are_refused_after_a_crash() -> None:
     class Crashing(FakeEngine):
         def step(self) -> list[OutputDelta]:
             entered.set()
-            go_on.wait(5)
+            go_on.wait(60)
             raise RuntimeError("crash")
 
     with running(Crashing()) as thread:
-        thread.submit([Listener("a").request]).result(5)
-        assert entered.wait(5)
+        thread.submit([Listener("a").request]).result(60)
+        assert entered.wait(60)
         waiting = [thread.submit([Listener("b").request]), thread.call(lambda engine: None)]
         go_on.set()
         for future in waiting:
             with pytest.raises(EngineStoppedError):
-                future.result(5)
+                future.result(60)
 
 
 def test_an_engine_that_forgets_a_request_has_failed() -> None:
@@ -227,8 +227,8 @@ def test_an_engine_that_forgets_a_request_has_failed() -> None:
 
     with running(Forgetful()) as thread:
         listener = Listener("a")
-        thread.submit([listener.request]).result(5)
-        assert listener.ended.wait(5)
+        thread.submit([listener.request]).result(60)
+        assert listener.ended.wait(60)
         assert "lost track of a" in str(listener.deltas[-1].error)
 
 
@@ -239,9 +239,9 @@ def test_an_engine_that_cannot_free_a_request_has_failed() -> None:
 
     with running(Leaking(step_s=0.01)) as thread:
         gone, stays = Listener("gone"), Listener("stays")
-        thread.submit([gone.request, stays.request]).result(5)
+        thread.submit([gone.request, stays.request]).result(60)
         thread.abort(["gone"])
-        assert stays.ended.wait(5)
+        assert stays.ended.wait(60)
         assert "slot 3 is not mine" in str(stays.deltas[-1].error)
         assert isinstance(thread.failed, RuntimeError)
 

@@ -51,7 +51,7 @@ def test_threads_get_the_texts_of_sequential_calls(llm: LLM) -> None:
 
 def test_calls_of_two_threads_run_in_one_batch(llm: LLM) -> None:
     """Each stream waits for the other's first token before it goes on: one after the other would never end."""
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 
     def consume(text: str) -> int:
@@ -190,7 +190,7 @@ def test_what_was_complete_before_a_failure_is_given(monkeypatch: pytest.MonkeyP
             short = pool.submit(llm.generate, "x", SamplingParams(max_tokens=2, ignore_eos=True))
             with pytest.raises(EngineFailedError, match="ZeroDivisionError"):
                 ended.extend(stream)
-            assert [output.finish_reason for output in short.result(20)] == ["length"]
+            assert [output.finish_reason for output in short.result(60)] == ["length"]
 
 
 def test_a_request_that_cannot_be_added_is_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_failure_reaches_every_thread(monkeypatch: pytest.MonkeyPatch) -> None
             calls = [pool.submit(llm.generate, "x") for _ in range(4)]
             for call in calls:
                 with pytest.raises((EngineFailedError, EngineStoppedError), match="failed"):
-                    call.result(20)
+                    call.result(60)
 
 
 def test_a_process_that_leaves_it_open_ends_well() -> None:

@@ -214,7 +214,7 @@ def test_sigterm_while_the_model_loads_ends_quietly() -> None:
     assert running.stdout is not None
     assert running.stdout.readline() == "loading\n"
     running.send_signal(signal.SIGTERM)
-    out, err = running.communicate(timeout=20)
+    out, err = running.communicate(timeout=120)
     assert (running.returncode, out, err) == (0, "", "")
 
 

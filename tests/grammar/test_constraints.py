@@ -61,7 +61,7 @@ class Refuses:
         if len(tokens) > 1 and self.fails_in_trees:
             raise GrammarError("nothing may follow")
         if len(tokens) > 1 and self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         allowed = [True]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             assert 0 <= parent < len(allowed)
@@ -261,7 +261,7 @@ def test_a_drawn_tree_that_cannot_begin_is_left_out(tree: DraftTree, monkeypatch
 def test_a_request_that_waited_behind_others_stays_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.02)
     gate, first, second = threading.Event(), Refuses(), Refuses()
-    monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(10))
+    monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(60))
     slow, queued = request(first, owner="queue"), request(second, owner="queue")
     assert slow.follower is not None
     assert queued.follower is not None
@@ -277,7 +277,7 @@ def test_a_job_that_never_begins_fails_its_request(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.02)
     monkeypatch.setattr("specmamba.grammar.follower.MAX_QUEUE_SECONDS", 0.05)
     gate, first = threading.Event(), Refuses()
-    monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(10))
+    monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(60))
     slow, queued = request(first, owner="stuck"), request(Refuses(), owner="stuck")
     wait_until(lambda: CONSTRAINTS.ready([slow, queued], is_idle=False) == [queued])
     assert queued.follower is not None
@@ -317,7 +317,7 @@ def test_few_owners_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_owner_that_used_up_its_share_is_not_waited_for(tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
     made, gate, matcher = Constraints(32 * WORDS), threading.Event(), Refuses()
-    monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(10))
+    monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(60))
     heavy = request()
     heavy.follower = GrammarFollower(cast(GrammarMatcher, matcher), made._maker, "heavy")
     made._shares.add("heavy", 10.0, time.monotonic())
@@ -348,7 +348,7 @@ def test_waits_are_charged_to_their_owner_when_others_wait_too(monkeypatch: pyte
     monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
     monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.05)
     made, gate, matcher = Constraints(32 * WORDS), threading.Event(), Refuses()
-    monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(10))
+    monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(60))
     slow = request()
     slow.follower = GrammarFollower(cast(GrammarMatcher, matcher), made._maker, "slow")
     assert made.ready([slow], is_idle=True) == []

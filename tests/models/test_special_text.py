@@ -274,7 +274,7 @@ def test_a_long_text_is_searched_in_slices_and_fast(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(text, "_starts", slices)
     started = time.process_time()
     marked = text.marked(Conversation("", messages=[{"content": content}]))
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 20
     assert marked.messages[0]["content"].split(marked.mark) == [content[:-12], content[-12:]]
     assert max(slices.sizes) <= SLICE + len(">>UNUSED_499<<") + 1
     assert len(slices.sizes) >= 2 * (len(content) // SLICE)  # to find one, and to mark all

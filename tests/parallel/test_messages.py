@@ -91,9 +91,9 @@ def test_the_end_of_a_rank_is_seen_behind_its_beats(
     try:
         links.when_lost(end)
         links.join({}, None)
-        assert seen.wait(5)
+        assert seen.wait(60)
     finally:
-        other.join(10)
+        other.join(60)
         links.close()
     assert ("no memory" if last else "it has ended") in str(losses[0])
 

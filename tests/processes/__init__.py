@@ -57,5 +57,5 @@ class Lines:
 
     def close(self) -> None:
         """Close the stream of a process that has ended."""
-        self._reader.join(10)
+        self._reader.join(60)
         self._stream.close()

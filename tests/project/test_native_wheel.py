@@ -50,7 +50,8 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def environment(commands: Path, tmp_path: Path) -> dict[str, str]:
     own = {"PATH": str(commands), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    return own | {"OMP_NUM_THREADS": "1"}  # another test has the other core
+    # another test has the other core; and steps with these kernels take long to be measured
+    return own | {"OMP_NUM_THREADS": "1", "SPECMAMBA_SPECULATIVE_ADAPTIVE": "off"}
 
 
 def test_its_name_and_contents(wheel: Path) -> None:

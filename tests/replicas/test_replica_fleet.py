@@ -55,7 +55,7 @@ def test_one_starts_when_all_before_it_have_ended() -> None:
 
     fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], launch)
     fleet.start(0)
-    ready: Any = fleet.arrivals.get(timeout=5)
+    ready: Any = fleet.arrivals.get(timeout=60)
     assert fleet.has(ready)
     fleet.retire(0, at_once=False)
     fleet.start(0)
@@ -66,7 +66,7 @@ def test_one_starts_when_all_before_it_have_ended() -> None:
     time.sleep(0.3)
     assert len(launched) == 1
     launched[0].finish()
-    ready = fleet.arrivals.get(timeout=5)
+    ready = fleet.arrivals.get(timeout=60)
     assert ready.pid == 101
     fleet.start_no_more()
     launched[1].finish()
@@ -84,9 +84,9 @@ def test_processes_with_one_id_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
 
     fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b""), ReplicaTask(1, {}, {}, b"")], launch)
     fleet.start(0)
-    first: Any = fleet.arrivals.get(timeout=5)
+    first: Any = fleet.arrivals.get(timeout=60)
     launched[0].finish()
-    second: Any = fleet.arrivals.get(timeout=5)
+    second: Any = fleet.arrivals.get(timeout=60)
     assert (first.generation, second.generation, first.pid == second.pid) == (1, 2, True)
     assert not fleet.has(first)
     assert fleet.has(second)
@@ -97,7 +97,7 @@ def test_processes_with_one_id_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     fleet.retire(0, at_once=True)
     launched[1].finish()
     fleet.start(0)  # counted on
-    third: Any = fleet.arrivals.get(timeout=5)
+    third: Any = fleet.arrivals.get(timeout=60)
     assert (third.generation, fleet.num_started) == (3, {0: 3, 1: 0})
     fleet.start_no_more()
     launched[2].finish()
@@ -116,11 +116,12 @@ class Loading(Launched):
         self._ended.set()
 
 
-def test_one_that_loads_is_not_waited_for_at_the_end() -> None:
+def test_one_that_loads_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_process, "END_TIMEOUT_S", 60.0)
     launched = Loading(77)
     fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], lambda _: launched)
     fleet.start(0)
-    assert launched.loads.wait(5)
+    assert launched.loads.wait(60)
     began = time.monotonic()
     fleet.close()
     assert time.monotonic() - began < replica_process.END_TIMEOUT_S / 2
@@ -142,7 +143,7 @@ def test_one_that_cannot_be_watched_is_ended() -> None:
     launched = Unreadable(77)
     fleet = ReplicaFleet([ReplicaTask(0, {}, {}, b"")], lambda _: launched)
     fleet.start(0)
-    assert "no message" in str(fleet.arrivals.get(timeout=5))
+    assert "no message" in str(fleet.arrivals.get(timeout=60))
     assert launched.num_killed == 1
     fleet.close()
 

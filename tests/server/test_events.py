@@ -72,7 +72,7 @@ class WatchedEngine(FakeEngine):
 
     def step(self) -> list[OutputDelta]:
         if self.is_stuck.is_set():
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(60)
         return super().step()
 
 
@@ -160,7 +160,7 @@ class TestEvents:
     def test_drafts_with_texts(self, server: Served) -> None:
         with listening(server) as events:
             first(events, "stats")
-            server.thread.call(lambda _: server.engine.views.extend([DRAFT, PLAIN])).result(5)
+            server.thread.call(lambda _: server.engine.views.extend([DRAFT, PLAIN])).result(60)
             event = first(events, "draft")
         (draft,) = event["drafts"]  # steps without drafted tokens are left out
         assert [node["text"] for node in draft["nodes"]] == ["A", "B", "C", "bytes:\\xe4"]
@@ -171,7 +171,7 @@ class TestEvents:
     def test_the_tree_when_it_changes(self, server: Served) -> None:
         with listening(server) as events:
             assert first(events, "tree")["nodes"] == []
-            server.thread.call(lambda _: put(server.engine.world, (65, 66, 67))).result(5)
+            server.thread.call(lambda _: put(server.engine.world, (65, 66, 67))).result(60)
             event = first(events, "tree")
         assert [(node["start"], node["end"], node["has_state"]) for node in event["nodes"]] == [
             (0, 0, False),
@@ -234,7 +234,7 @@ class TestEvents:
             assert first(events, "busy")["seconds"] > 0
             engine.go_on.set()
             first(events, "stats")
-            asking.join(10)
+            asking.join(60)
         assert answers[0].status_code == 200
 
     @pytest.mark.parametrize(("how", "reason"), [("drained", "stopped"), ("failed", "failed")])

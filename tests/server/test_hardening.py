@@ -197,7 +197,7 @@ def test_a_request_that_waits_too_long(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long(stream: bool) -> None:
-    with serving(FakeEngine(step_s=0.02, chunk=1), request_timeout=0.3, queue_timeout=0.2) as served:
+    with serving(FakeEngine(step_s=0.02, chunk=1), request_timeout=0.3) as served:
         answer = served.complete(prompt=["x", "y"], max_tokens=70, stream=stream)
         if stream:
             *chunks, last = events(answer)
@@ -215,7 +215,7 @@ def test_an_answer_that_takes_too_long(stream: bool) -> None:
 
 
 def test_an_answer_that_is_complete_in_time() -> None:
-    with serving(FakeEngine(step_s=0.01), request_timeout=5, queue_timeout=5) as served:
+    with serving(FakeEngine(step_s=0.01), request_timeout=60, queue_timeout=60) as served:
         assert served.complete(**GOOD).status_code == 200
         assert "error" not in served.complete(**GOOD, stream=True).text
 
@@ -398,7 +398,7 @@ def test_compressed_bodies_are_refused(served: Served, encoding: str) -> None:
 
 def raw(served: Served, method: str, path: str) -> httpx.Response:
     """Send a request byte for byte; httpx would normalize it."""
-    with closing(HTTPConnection(served.http.base_url.host, served.http.base_url.port or 0, timeout=10)) as connection:
+    with closing(HTTPConnection(served.http.base_url.host, served.http.base_url.port or 0, timeout=60)) as connection:
         connection.request(method, path)
         answer = connection.getresponse()
         return httpx.Response(answer.status, content=answer.read())

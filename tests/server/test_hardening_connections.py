@@ -38,7 +38,7 @@ def client(served: Served, receive_buffer: int | None = None) -> Iterator[socket
     with socket.socket() as connection:
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(address)
         yield connection
 
@@ -143,8 +143,8 @@ def test_a_connection_without_a_request_is_closed_without_an_answer(served: Serv
 def test_the_time_of_a_request_begins_with_its_first_byte(served: Served) -> None:
     """A connection may be idle for longer than a request may take, and each request has the full time."""
     with client(served) as patient:
-        for _ in range(3):
-            time.sleep(0.2)
+        for idle_s in (0.0, 0.2, 0.2):  # none before the first: a connection without a request is closed
+            time.sleep(idle_s)
             patient.sendall(post({"prompt": "x", "max_tokens": 1}))
             assert status_of_next(patient) == 200
         time.sleep(0.5)
@@ -181,7 +181,7 @@ def test_a_pipelined_request_has_its_own_time(served: Served) -> None:
 def test_a_client_that_stops_reading_is_dropped(stream: bool) -> None:
     with narrow(write_timeout=0.3) as served, client(served, receive_buffer=4096) as stuck:
         stuck.sendall(post({"prompt": "x", "max_tokens": len(LONG_TEXT), "stream": stream}))
-        wait_until(lambda: num_connections(served) == 1)
+        wait_until(lambda: served.engine.seen_params)
         assert is_answering(served)
         wait_until(lambda: num_connections(served) == 0)  # although the client has not closed it
         assert 0 < len(read_all(stuck)) < len(LONG_TEXT)
@@ -189,15 +189,15 @@ def test_a_client_that_stops_reading_is_dropped(stream: bool) -> None:
 
 
 def test_a_client_that_reads_slowly_and_steadily_gets_all() -> None:
-    with narrow(write_timeout=0.3) as served, client(served, receive_buffer=4096) as slow:
+    with narrow(write_timeout=1.2) as served, client(served, receive_buffer=4096) as slow:
         slow.sendall(post({"prompt": "x", "max_tokens": len(LONG_TEXT)}, headers="Connection: close\r\n"))
         data, num_rests = b"", 0
         while piece := slow.recv(1 << 16):
             data += piece
             if len(data) > num_rests << 15:
                 num_rests += 1
-                time.sleep(0.1)
-        assert num_rests > 5
+                time.sleep(0.2)
+        assert num_rests * 0.2 > 1.2
         assert json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG_TEXT
 
 
@@ -349,7 +349,7 @@ def test_a_closed_or_reset_connection_frees_the_engine(how: str, stream: bool) -
             if how == "reset":
                 leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             leaving.close()
-            wait_until(lambda: num_connections(served) == 0, timeout_s=2)
+            wait_until(lambda: num_connections(served) == 0)
         if not stream:
             served.engine.may_go_on.set()  # the abort runs between two steps
         wait_until(lambda: served.engine.aborted)

@@ -30,7 +30,7 @@ def served() -> Iterator[Served]:
 
 @contextmanager
 def client(served: Served) -> Iterator[socket.socket]:
-    with socket.create_connection((served.http.base_url.host, served.http.base_url.port), timeout=10) as connection:
+    with socket.create_connection((served.http.base_url.host, served.http.base_url.port), timeout=60) as connection:
         yield connection
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.fake_engine import wait_until
-from tests.server.test_server_process import FAKE, ROOT, Completion, fake_process, num_running, process
+from tests.server.test_server_process import FAKE, ROOT, Completion, num_running, process
 
 KILLED = """
 import ctypes, signal, sys, threading
@@ -72,13 +72,13 @@ def test_a_log_that_is_not_read_stops_nothing() -> None:
         )
     os.close(sender)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
-            wait_until(lambda: is_up(http), timeout_s=30)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            wait_until(lambda: is_up(http), timeout_s=120)
             for _ in range(60):
                 assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
             assert "specmamba_log_lines_dropped_total 0.0" in http.get("/metrics").text  # they wait in the queue
         running.send_signal(signal.SIGTERM)
-        assert running.wait(20) == 0
+        assert running.wait(60) == 0
     finally:
         running.kill()
         running.wait()
@@ -113,7 +113,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
         server.process.send_signal(signal.SIGTERM)
         status, err = server.end()
         assert status == 0, err
-        assert time.monotonic() - began < 15  # --shutdown-timeout is 30 s
+        assert time.monotonic() - began < 25  # --shutdown-timeout is 30 s
         assert "the shutdown takes too long" not in err
 
 
@@ -143,19 +143,21 @@ def test_a_process_that_hangs_ends_in_time(margin: float, second: float, num_sig
             for _ in range(num_signals):
                 hung.send_signal(signal.SIGTERM)
                 time.sleep(0.1)
-            assert hung.wait(20) == 1
+            assert hung.wait(50) == 1  # the other time is 60 s
         finally:
             hung.kill()
 
 
 @pytest.mark.slow
 def test_a_step_that_hangs_ends_the_process_within_the_margin() -> None:
-    with fake_process({"step_s": 120.0}, shutdown_timeout=0.5) as server:
+    shorter = "serve._HANG_TIMEOUT_S -= 8; shutdown_watch.MARGIN_S -= 8\n"
+    script = f"from specmamba.server import serve, shutdown_watch\n{shorter}{FAKE}"
+    with process("-c", script.format(settings={"shutdown_timeout": 0.5}, script={"step_s": 120.0})) as server:
         running = Completion(server.url)
-        time.sleep(0.5)
-        began = time.monotonic()
+        time.sleep(1)  # until it is in the step
         server.process.send_signal(signal.SIGTERM)
         assert running.result().status_code == 500
         status, err = server.end()
-        assert (status, time.monotonic() - began < 20.5) == (1, True)
+        assert status == 1
         assert "the engine hangs" in err
+        assert "the shutdown takes too long" not in err  # which the end of the margin would say

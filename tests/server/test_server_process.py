@@ -42,7 +42,7 @@ class Server:
         assert self.ready_line.startswith("specmamba: ready at http://"), self.ready_line + self.end()[1]
         self.url = self.ready_line.split()[3]
 
-    def end(self, timeout_s: float = 20.0) -> tuple[int, str]:
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Exit status and the text on standard error; standard output must hold nothing more."""
         out, err = self.process.communicate(timeout=timeout_s)
         assert out == ""
@@ -79,10 +79,10 @@ class Completion(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.answer = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=30)
+        self.answer = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=120)
 
     def result(self) -> httpx.Response:
-        self.join(30)
+        self.join(120)
         assert self.answer is not None, "the connection broke"
         return self.answer
 
@@ -92,10 +92,8 @@ def num_running(url: str) -> int:
 
 
 def test_the_demo_served_through_the_openai_client() -> None:
-    began = time.monotonic()
     arguments = ["--port", "0", "--dtype", "float32", "--context-length", "512", "--num-threads", "1"]
     with process("-m", "specmamba", "serve", *arguments) as server:
-        assert time.monotonic() - began < 30  # 15 s on an idle machine
         with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
             body: dict[str, Any] = {
                 "model": "specmamba-demo",
@@ -140,19 +138,19 @@ def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
 
 
 def test_the_deadline_of_a_shutdown() -> None:
-    with fake_process({"step_s": 0.1, "chunk": 1}, shutdown_timeout=0.3) as server:
+    with fake_process({"step_s": 0.5, "chunk": 1}, shutdown_timeout=0.3) as server:
         running = Completion(server.url)
         wait_until(lambda: num_running(server.url) == 1)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert running.result().status_code == 503
         assert server.end()[0] == 0
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20  # of the 30 s that its answer takes
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once() -> None:
-    with fake_process({"step_s": 0.1, "chunk": 1}) as server:
+    with fake_process({"step_s": 0.5, "chunk": 1}) as server:
         running = Completion(server.url, stream=True)
         wait_until(lambda: num_running(server.url) == 1)
         began = time.monotonic()
@@ -162,7 +160,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert '"error"' in running.result().text
         status, err = server.end()
         assert status == 0, err
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20  # of the 30 s that its answer takes
 
 
 @pytest.mark.fast_cases(1)
@@ -182,7 +180,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "specmamba", "serve", "--port", str(port), "--model", "/nowhere"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
     assert (
         ended.stderr
@@ -235,7 +233,13 @@ sys.exit(run_server(ServerConfig(port=0), build))
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
 
 

@@ -45,7 +45,7 @@ def complete(served: Served, key: str, **body: Any) -> Any:
 
 def test_what_is_saved_is_loaded_for_its_client_alone(served: Served) -> None:
     first = complete(served, "first", cache_salt="a")
-    served.thread.call(lambda engine: engine.cache_manager.cache.evict_states(8)).result(10)  # to host memory
+    served.thread.call(lambda engine: engine.cache_manager.cache.evict_states(8)).result(60)  # to host memory
     complete(served, "first", prompt=PROMPT[::-1])
     saved = served.http.post("/cache/save", headers=OPERATOR).json()
     assert saved["success"]
@@ -70,7 +70,7 @@ def test_what_is_saved_is_loaded_for_its_client_alone(served: Served) -> None:
 def test_a_load_that_lasts_checks_its_text_once_and_has_few_beside_it(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = served.thread.call(lambda engine: engine).result(10)
+    engine = served.thread.call(lambda engine: engine).result(60)
     checked: list[int] = []
     polls: list[object] = []
     may_end = threading.Event()
@@ -99,7 +99,7 @@ def test_a_load_that_lasts_checks_its_text_once_and_has_few_beside_it(
             assert "wait for one of them to end" in error["message"]
         finally:
             may_end.set()
-        assert [call.result(10).json()["prompts"][0]["cached_tokens"] for call in calls] == [7, 7]
+        assert [call.result(60).json()["prompts"][0]["cached_tokens"] for call in calls] == [7, 7]
     assert checked == [2, 2]
     assert load("first").status_code == 200  # the places are free again
 
@@ -127,12 +127,12 @@ def test_the_page_shows_where_a_text_lies(served: Served) -> None:
             (outline,) = engine.sample([WHOLE], 50).outlines.values()
             return [node.tiers for node in outline.nodes if node.has_state]
 
-        return served.thread.call(sample).result(10)
+        return served.thread.call(sample).result(60)
 
     assert set(tiers()) == {()}  # written when memory is needed
     served.http.post("/cache/save", headers=OPERATOR).raise_for_status()
     assert ("disk",) in tiers()  # those that save too little are not written
-    served.thread.call(lambda engine: engine.cache_manager.cache.evict_states(8)).result(10)
+    served.thread.call(lambda engine: engine.cache_manager.cache.evict_states(8)).result(60)
     complete(served, "first", prompt=prompt).raise_for_status()  # from host memory, or from disk
     with served.http.stream("GET", "/events", headers=OPERATOR) as events:
         stats = next(data for name, data in events_of(events) if name == "stats")

@@ -184,7 +184,7 @@ def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
-        thread.join(10)
+        thread.join(60)
 
 
 def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:

@@ -22,7 +22,7 @@ class Relay:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         with suppress(OSError):
@@ -32,7 +32,7 @@ class Relay:
                 back = threading.Thread(target=self._pass_on, args=(client, server, None, None), daemon=True)
                 back.start()
                 self._pass_on(server, client, self._cut_at, self._flip_at)
-                back.join(10)
+                back.join(60)
                 client.close()
                 server.close()
 

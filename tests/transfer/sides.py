@@ -86,7 +86,7 @@ class Side:
         self._numbers += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         request = EngineRequest(f"r{self._numbers}", prompt, params, answer.take, handoff=handoff, **more)
-        self.thread.submit([request]).result(30)
+        self.thread.submit([request]).result(120)
         return answer
 
     def run(self, prompt: Sequence[int], handoff: Handoff | None = None, max_tokens: int = 20, **more: Any) -> Text:
@@ -96,7 +96,7 @@ class Side:
         return self.run(prompt, Handoff(room), 0, **more)
 
     def stats(self) -> HandoffStats:
-        stats = self.thread.call(lambda engine: engine.stats()).result(30).handoffs
+        stats = self.thread.call(lambda engine: engine.stats()).result(120).handoffs
         assert stats is not None
         return stats
 
@@ -114,10 +114,10 @@ class Side:
             assert stats.prefix_cache.num_locked_tokens == 0
             engine.cache_manager.cache.check(table.held_pages())
 
-        self.thread.call(look).result(30)
+        self.thread.call(look).result(120)
 
     def flush(self) -> None:
-        self.thread.call(lambda engine: engine.flush_cache()).result(30)
+        self.thread.call(lambda engine: engine.flush_cache()).result(120)
 
     def close(self) -> None:
         assert self.thread.shutdown(0.0)

@@ -71,7 +71,7 @@ def windows_of(decode: Side) -> Windows | None:
         assert isinstance(transport, TcpTransport)
         return transport._windows
 
-    return decode.thread.call(find).result(30)
+    return decode.thread.call(find).result(120)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def waiting_only(decode: Side, timeout_s: float) -> Iterator[None]:
     """Let requests wait for so long."""
 
     def wait(seconds: float) -> None:
-        decode.thread.call(lambda engine: setattr(remote_tier(engine), "_timeout_s", seconds)).result(30)
+        decode.thread.call(lambda engine: setattr(remote_tier(engine), "_timeout_s", seconds)).result(120)
 
     wait(timeout_s)
     try:
@@ -121,7 +121,7 @@ def test_killed(decode: Side, backend: str, texts: list[Tokens], expected: Text)
         with prefill_process(backend) as prefill:
             prefill.ask("fail", part=part, number=signal.SIGKILL)
             assert check_miss(prefill, decode, texts[0], expected) == "cut", part
-            assert prefill.process.wait(20) == -signal.SIGKILL
+            assert prefill.process.wait(60) == -signal.SIGKILL
     with prefill_process(backend) as prefill:  # another one in its place
         check_hit(prefill, decode, texts[0], expected)
     check_windows(decode)

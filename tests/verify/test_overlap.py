@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -314,20 +315,24 @@ def test_text_that_cannot_be_decoded_ends_its_request_alone(
 
 def test_what_clients_do_takes_no_time_from_the_device() -> None:
     """With as much work behind every step as the device has in it, a step takes as long as the longer of the two."""
-    work = 0.03
+    work, pauses = 0.03, [0.0]
     engine = build(mtp=0, max_running_requests=2, cuda_graph_max_bs=2)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    with deferred(engine, lambda: work):
+    with deferred(engine, lambda: pauses[-1]):
         run(engine, [("a", [5, 6], params)])
-        engine.add_request("b", [5, 6], params)
-        engine.step()
-        began, num_steps = time.perf_counter(), 0
-        while engine.has_unfinished_requests:
+        typical = list[float]()
+        for pause in (0.0, work):
+            pauses.append(pause)
+            engine.add_request("b", [5, 6], params)
             engine.step()
-            time.sleep(work)
-            num_steps += 1
-        took = (time.perf_counter() - began) / num_steps
-    assert work <= took < 1.7 * work
+            took = list[float]()
+            while engine.has_unfinished_requests:
+                began = time.perf_counter()
+                engine.step()
+                time.sleep(work)
+                took.append(time.perf_counter() - began)
+            typical.append(median(took))  # a pause of the machine is in one step
+    assert work <= typical[1] < typical[0] + 0.7 * work
     engine.close()
 
 

@@ -45,7 +45,7 @@ class MemoryStore:
 
     def _call(self, name: str) -> bool:
         assert self.is_open
-        assert self._memory.answers.wait(10)
+        assert self._memory.answers.wait(60)
         self._memory.calls[name] += 1
         return not self._memory.is_away
 

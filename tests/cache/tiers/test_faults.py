@@ -89,14 +89,14 @@ def test_a_write_that_ends_late_leaves_a_newer_entry_of_its_key(
     """The same text in other segments is put while the first one is being written and was given up."""
     real, may_write = EntryFolder.write, [threading.Event(), threading.Event()]
     turns = iter(may_write)
-    monkeypatch.setattr(EntryFolder, "write", lambda *given: (next(turns).wait(5), real(*given))[1])
+    monkeypatch.setattr(EntryFolder, "write", lambda *given: (next(turns).wait(60), real(*given))[1])
     first = put(tier, TEXT[:50])
     stored = tier._index.get((LAYOUT.fingerprint, first.key))
     assert stored is not None
     tier._forget(stored)
     second = put(tier, TEXT[:50])
     may_write[0].set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while tier.stats().writes < 1:
         assert time.monotonic() < deadline
         time.sleep(0.01)

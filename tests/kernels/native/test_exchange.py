@@ -189,7 +189,7 @@ def test_exchanges_end_with_a_rank(make: Any, way: str) -> None:
         began = time.monotonic()
         with pytest.raises(RankGoneError, match="another rank has ended"):
             first.sum(torch.ones(4))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # it would never end
         with pytest.raises(RankGoneError):
             first.told(10_000)
         timer.join()

@@ -209,7 +209,7 @@ def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -
     for name in ("write_file(path, text)", "read_lines(path)", "write_lines(path, lines)"):
         prompt = f"import os\n\ndef {name}:\n    "
         server.complete(prompt=prompt, max_tokens=24, temperature=0).raise_for_status()
-    server.thread.call(make_tombstone).result(10)
+    server.thread.call(make_tombstone).result(60)
     page.wait_for_selector('.radix-row[data-kind="tombstone"]')
     page.evaluate("document.activeElement.blur()")
     for width, scheme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
