@@ -1,4 +1,5 @@
-// y = x W^T in bfloat16 with float32 accumulation: in pairs where the instruction set multiplies them, else widened.
+// y = x W^T in bfloat16 with float32 accumulation: in tiles or pairs where the instruction set multiplies them, else
+// widened.
 #pragma once
 
 #include <memory>
@@ -7,9 +8,17 @@
 #include "linear/widened.h"
 #include "vector.h"
 
+#if SPECMAMBA_HAS_TILES
+#include "linear/bf16_tiles.h"
+#endif
+
 namespace specmamba {
 
-#if SPECMAMBA_MULTIPLIES_PAIRS
+#if SPECMAMBA_HAS_TILES
+
+using Bf16Product = TileProduct;
+
+#elif SPECMAMBA_MULTIPLIES_PAIRS
 
 constexpr int kPrefetchRows = 6;  // with fewer rows the hardware's own prefetching is faster on CPUs that multiply pairs
 
@@ -64,14 +73,20 @@ struct Bf16Product {
   }
 };
 
+#else
+
+using Bf16Product = WidenedProduct<BFloat16, BFloat16>;
+
+#endif
+
 // Inputs as products take them.
+#if SPECMAMBA_MULTIPLIES_PAIRS
+
 struct Bf16Inputs : PlainInputs<BFloat16> {
   Bf16Inputs(const BFloat16* x, int64_t, int64_t k, int) : PlainInputs{x, k} {}
 };
 
 #else
-
-using Bf16Product = WidenedProduct<BFloat16, BFloat16>;
 
 class Bf16Inputs {
  public:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SWITCH = "SPECMAMBA_NATIVE"
@@ -33,14 +35,22 @@ class Level:
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+_TILES = frozenset({"amx_tile", "amx_bf16"})
 _NEON = frozenset({"asimd"})
 # By what ``platform.machine`` says; the best first.
 LEVELS_OF: Mapping[str, tuple[Level, ...]] = {
     "x86_64": (
         Level(
+            "amx_bf16",
+            _BF16 | _TILES,
+            (*_V4, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+            "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16",
+        ),
+        Level(
             "avx512_bf16",
-            _AVX512 | {"avx512_vnni", "avx512_bf16"},
+            _BF16,
             (*_V4, "-mavx512vnni", "-mavx512bf16"),
             "x86_64_v4+avx512vnni+avx512bf16",
         ),
@@ -94,13 +104,21 @@ def available_levels() -> tuple[Level, ...]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """The CPU's features as Linux names them; empty on other systems."""
+    """The CPU's features as Linux names them, without those that it keeps from this process; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
     except OSError:
         return frozenset()
     names = ("flags", "Features")  # the second is ARM's
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(names)), "").split())
+    flags = frozenset(next((line.partition(":")[2] for line in lines if line.startswith(names)), "").split())
+    return flags if not flags & _TILES or _may_use_tiles() else flags - _TILES
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for tile registers, which a process and the children that it forks have to ask for."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return MACHINE == "x86_64" and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def _best_level(flags: frozenset[str]) -> Level:

@@ -9,6 +9,8 @@
 //   Bytes                         4 kLanes bytes, multiplied and summed by four neighbours: in one instruction where
 //                                 SPECMAMBA_MULTIPLIES_BYTES, else first in pairs, in ShortSums of 16 bits
 //
+// Where SPECMAMBA_HAS_TILES, amx.h has products of tiles, beside all of that.
+//
 // Results of levels differ by rounding only: sums have another order, exponentials another last bit.
 #pragma once
 
@@ -69,6 +71,13 @@ inline float to_float(Float8 x) { return kFloat8Values[x.bits]; }
 #include "neon.h"
 #else
 #error "kernels/native has no header for this instruction set"
+#endif
+
+#if defined(__AMX_BF16__)
+#define SPECMAMBA_HAS_TILES 1
+#include "amx.h"
+#else
+#define SPECMAMBA_HAS_TILES 0
 #endif
 
 namespace specmamba {

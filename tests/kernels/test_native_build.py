@@ -171,7 +171,7 @@ def test_a_cpu_that_cannot(source: Path, caplog: pytest.LogCaptureFixture, monke
 def test_an_unknown_level(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECMAMBA_NATIVE", "sse4")
     expect_log(
-        source, caplog, logging.WARNING, "SPECMAMBA_NATIVE=sse4 is no instruction set: give one of avx512_bf16, "
+        source, caplog, logging.WARNING, "SPECMAMBA_NATIVE=sse4 is no instruction set: give one of amx_bf16, avx512"
     )
 
 
@@ -194,6 +194,15 @@ def test_the_best_level_of_a_cpu(level: Level, monkeypatch: pytest.MonkeyPatch) 
     for lower in available_levels():
         monkeypatch.setenv("SPECMAMBA_NATIVE", f" {lower.name.upper()} ")
         assert chosen_level() is lower
+
+
+def test_tiles_that_the_system_keeps_are_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, others = LEVELS_OF["x86_64"][:2]
+    monkeypatch.setattr(levels, "LEVELS", (tiles, others))
+    monkeypatch.setattr(Path, "read_text", lambda *_: f"processor: 0\nflags: {' '.join(tiles.cpu_flags)}\n")
+    for has_permission, best in ((True, tiles), (False, others)):
+        monkeypatch.setattr(levels, "_may_use_tiles", lambda answer=has_permission: answer)
+        assert chosen_level() is best
 
 
 def test_the_cpu_is_asked_once_for_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
