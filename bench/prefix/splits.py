@@ -6,6 +6,7 @@ random order, whose recurrent states are most of what is worth keeping; in the s
 documents come in random order, whose keys and values are. Tokens of prompts that the cache spared and preemptions are
 counts, which are the same on every machine, and reported of the first round; texts are compared. All engines run each
 wave of requests in turns, and ``seconds`` of a half is the sum over its waves, of each of ``--swing-rounds`` rounds.
+Each round starts its engines anew: where their memory lies makes equal engines differ by 2 %, as long as they live.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ def measure_swing(config: PrefixBenchConfig, source: TextSource) -> dict[str, An
     fixed = {f"{ratio:g}": _fixed(ratio) for ratio in config.swing_ratios}
     rounds: list[dict[str, Any]] = []
     outputs: list[Outputs] = []
-    with sharing_memory(config, config.swing_tokens), ExitStack() as stack:
-        engines = {name: stack.enter_context(start_engine(config, **flags)) for name, flags in fixed.items()}
-        engines[ELASTIC] = stack.enter_context(start_elastic_engine(config, "swing"))
-        for llm in engines.values():
-            _require_room(config, llm)
-            warm_up(llm, source, config)
-        with progress_bar("swing", config.swing_rounds * _num_waves(config)) as advance:
-            for number in range(config.swing_rounds):
+    with (
+        sharing_memory(config, config.swing_tokens),
+        progress_bar("swing", config.swing_rounds * _num_waves(config)) as advance,
+    ):
+        for number in range(config.swing_rounds):
+            with ExitStack() as stack:
+                engines = {name: stack.enter_context(start_engine(config, **flags)) for name, flags in fixed.items()}
+                engines[ELASTIC] = stack.enter_context(start_elastic_engine(config, "swing"))
+                for llm in engines.values():
+                    _require_room(config, llm)
+                    warm_up(llm, source, config)
                 texts: Outputs = {name: [] for name in engines}
                 rounds.append(_round(config, engines, source, number, texts, advance))
                 outputs.append(texts)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specmamba.cache.pool_memory import Layers, new_layers
+from specmamba.cache.pool_memory import Layers, entries_of_layer, new_layers
 from specmamba.cache.pool_memory.chunk_store import ChunkStore
 from specmamba.cache.shapes import SCALE_DTYPE, CacheShape
 from specmamba.kernels import state_copy
@@ -181,9 +181,8 @@ class KVPool:
     ) -> None:
         self.page_size, self.is_exact = page_size, shape.is_exact
         self.allocator = PageAllocator(num_pages, most_pages)
-        num_slots = (self.allocator.most_pages + 1) * page_size
-        if store is not None:
-            num_slots = store.whole(num_slots, *_bytes_of_slots(shape))
+        most_slots = (self.allocator.most_pages + 1) * page_size
+        num_slots = entries_of_layer(most_slots, self._num_slots, store, *_bytes_of_slots(shape))
         sizes = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for group in shape.kv]
         are_latent = [group.latent_dim is not None for group in shape.kv]
         self._memory: list[Layers] = []

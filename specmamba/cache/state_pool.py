@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.cache.pool_memory import new_layers
+from specmamba.cache.pool_memory import entries_of_layer, new_layers
 from specmamba.cache.pool_memory.chunk_store import ChunkStore
 from specmamba.cache.shapes import CacheShape
 
@@ -53,10 +53,8 @@ class StatePool:
         layers = shape.num_state_layers
         self.num_slots, self.is_exact = num_slots, shape.is_exact
         self.most_slots = num_slots if most_slots is None else most_slots
-        room = self.most_slots + 1
-        if store is not None:
-            of_state = s.num_recurrent_values * shape.state_dtype.itemsize, s.window_bytes(shape.dtype)
-            room = store.whole(room, *of_state)
+        of_state = s.num_recurrent_values * shape.state_dtype.itemsize, s.window_bytes(shape.dtype)
+        room = entries_of_layer(self.most_slots + 1, num_slots + 1, store, *of_state)
         parts: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
             ((layers, room, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype),
             ((layers, room, s.conv_width - 1, s.conv_channels), shape.dtype),

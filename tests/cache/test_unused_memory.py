@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.pool_memory.lazy_memory import give_back_zeros, lazy_zeros
+from specmamba.cache.pool_memory import entries_of_layer, lazy_memory
+from specmamba.cache.pool_memory.lazy_memory import LazyLayers, give_back_zeros, lazy_zeros, whole_huge_pages
 from specmamba.engine import cost_measurement
 from specmamba.processes import unused_memory
+from specmamba.processes.unused_memory import HUGE_PAGE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls are Linux's")
 
@@ -104,6 +106,53 @@ def test_zeros_take_no_memory_again() -> None:
     assert not whole_pages(zeros).any()
 
 
+@pytest.mark.parametrize(
+    ("count", "entry_bytes", "whole"),
+    [
+        (8537, 512, 12288),
+        (12288, 512, 12288),
+        (4095, 512, 4095),  # less than a huge page
+        (40, 65536, 64),
+        (300, 9216, 300),  # 2048 entries, nine huge pages, would be the next whole number
+        (3, 3 << 20, 3),
+        (7, 3 << 20, 7),
+        (7, 0, 7),
+    ],
+)
+def test_layers_that_grow_begin_with_a_huge_page(count: int, entry_bytes: int, whole: int) -> None:
+    assert whole_huge_pages(count, entry_bytes) == whole
+    assert entries_of_layer(count, count - 1, None, 8, entry_bytes) == (whole if entry_bytes else count)
+    assert entries_of_layer(count, count, None, 8, entry_bytes) == count
+    layers = LazyLayers((2, whole, entry_bytes), torch.uint8, CPU, grows=True)
+    are_aligned = [layer.data_ptr() % HUGE_PAGE == 0 for layer in layers.tensor if layer.nbytes]
+    assert all(are_aligned) == (whole * entry_bytes % HUGE_PAGE == 0)
+
+
+def test_what_has_grown_behind_a_huge_page_becomes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a layer has all of it: what has grown there in small steps has small pages."""
+    joined: list[int] = []
+
+    def join(address: int) -> None:
+        joined.append(address)
+        unused_memory.join_pages(address)
+
+    monkeypatch.setattr(lazy_memory, "join_pages", join)
+    layers = LazyLayers((2, 4 * 512, 4096), torch.uint8, CPU, grows=True)
+    second = [layer.data_ptr() + HUGE_PAGE for layer in layers.tensor]
+    before = 0
+    for count, is_joined in ((700, False), (1000, False), (1100, True), (2000, True), (700, False), (1024, True)):
+        joined.clear()
+        before = _huge_bytes(layers.tensor)
+        layers.fit(count)
+        layers.tensor[:, :count] = torch.arange(count)[:, None] % 251
+        assert joined == ([address + (count > 1100) * HUGE_PAGE for address in second] if is_joined else [])
+        layers.fit(count)
+        assert torch.equal(layers.tensor[1, :count, 7], (torch.arange(count) % 251).to(torch.uint8))
+        assert _resident_bytes(layers.tensor[0, count:]) == 0
+    if _can_join_pages():
+        assert _huge_bytes(layers.tensor) == before + 2 * HUGE_PAGE
+
+
 def test_measuring_at_the_start_leaves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools are zeros again in all of their whole pages; as soon as a prefix is cached they stay as they are."""
     monkeypatch.setattr(cost_measurement, "_cache_file", lambda: tmp_path / "times.json")
@@ -123,6 +172,30 @@ def test_measuring_at_the_start_leaves_no_memory(tmp_path: Path, monkeypatch: py
         assert not whole_pages(pools.states.recurrent).any()
         second = llm.generate("def add(a, b):", SamplingParams(max_tokens=16, temperature=0.0))[0]
         assert first.token_ids == second.token_ids
+
+
+def _can_join_pages() -> bool:
+    """Whether this system joins small pages of a layer: not before Linux 6.1, nor where memory is too scattered."""
+    trial = lazy_zeros((2 * HUGE_PAGE,), torch.uint8, CPU, HUGE_PAGE)
+    unused_memory.end_huge_pages_at(trial.data_ptr(), trial.data_ptr(), trial.data_ptr() + trial.nbytes)
+    trial.fill_(1)
+    before = _huge_bytes(trial)
+    unused_memory.end_huge_pages_at(trial.data_ptr(), trial.data_ptr() + trial.nbytes, trial.data_ptr() + trial.nbytes)
+    unused_memory.join_pages(trial.data_ptr())
+    return _huge_bytes(trial) == before + HUGE_PAGE
+
+
+def _huge_bytes(x: Tensor) -> int:
+    """The bytes of huge pages in the mappings that a tensor lies in."""
+    begin, end, found, is_own = x.data_ptr(), x.data_ptr() + x.nbytes, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            first, last = (int(number, 16) for number in words[0].split("-"))
+            is_own = first < end and begin < last
+        elif words[0] == "AnonHugePages:" and is_own:
+            found += 1024 * int(words[1])
+    return found
 
 
 def whole_pages(x: Tensor) -> Tensor:

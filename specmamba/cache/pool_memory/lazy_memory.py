@@ -9,22 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmamba.processes.unused_memory import HUGE_PAGE, end_huge_pages_at, give_back_pages
+from specmamba.processes.unused_memory import HUGE_PAGE, end_huge_pages_at, give_back_pages, join_pages
 
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 
 
-def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int = ALIGNMENT) -> Tensor:
     """Allocate zeros that take physical memory on a CPU only when they are first written.
 
     A pool has its largest size from the start. PyTorch writes its zeros at once; NumPy gets them from the operating
     system, which maps a page at its first use, or clears memory that was freed before, which is given back here.
+    ``alignment``: of the address on a CPU, in bytes.
     """
     if device.type != "cpu":
         return torch.zeros(*size, dtype=dtype, device=device)
     num_bytes = math.prod(size) * dtype.itemsize
-    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-    offset = -memory.ctypes.data % ALIGNMENT
+    memory = np.zeros(num_bytes + alignment, dtype=np.uint8)
+    offset = -memory.ctypes.data % alignment
     zeros = torch.from_numpy(memory[offset : offset + num_bytes]).view(dtype).view(*size)
     give_back_zeros(zeros)
     return zeros
@@ -45,8 +46,9 @@ class LazyLayers:
     On other devices than a CPU all of it has memory, always.
     """
 
-    def __init__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = lazy_zeros(size, dtype, device)
+    def __init__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device, grows: bool) -> None:
+        """Allocate zeros [layers, entries, ...]; ``grows``: memory can end before the last entry of a layer."""
+        self.tensor = lazy_zeros(size, dtype, device, HUGE_PAGE if grows else ALIGNMENT)
         self._count = size[1]  # entries of each layer that may have memory
         self._layer_bytes = math.prod(size[1:]) * dtype.itemsize
         # elastic pools fit in each move: no view of a tensor is made for it
@@ -61,9 +63,12 @@ class LazyLayers:
         num_bytes = self._layer_bytes // max(1, self.tensor.shape[1]) * count
         for begin in self._begins:
             end, limit = begin + num_bytes, begin + self._layer_bytes
-            if self._borders.get(begin) != (border := end // HUGE_PAGE):
+            before, border = self._borders.get(begin), end // HUGE_PAGE
+            if before != border:
                 end_huge_pages_at(begin, end, limit)
                 self._borders[begin] = border
+            if before is not None and begin <= before * HUGE_PAGE < border * HUGE_PAGE:
+                join_pages(before * HUGE_PAGE)  # a part of it had small pages, and would keep them
             if count < self._count:
                 give_back_pages(end, limit - end)
         self._count = count
@@ -71,3 +76,13 @@ class LazyLayers:
     def give_back(self) -> None:
         """Make all entries zeros that take no memory, on a CPU."""
         give_back_zeros(self.tensor)
+
+
+def whole_huge_pages(count: int, entry_bytes: int) -> int:
+    """Round the entries of a layer up to whole huge pages, so that the next layer begins with one.
+
+    Only addresses are taken for it, of less than one such page; where it would be more, the count stays.
+    """
+    step = HUGE_PAGE // math.gcd(HUGE_PAGE, entry_bytes) if entry_bytes else 1
+    whole = -(-count // step) * step
+    return whole if count * entry_bytes >= HUGE_PAGE > (whole - count) * entry_bytes else count
