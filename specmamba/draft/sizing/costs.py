@@ -74,11 +74,15 @@ class StepCosts:
             known = self._tables[num_requests, max_depth, max_nodes] = self._table(num_requests, max_depth, max_nodes)
         verify = known.verifies + known.of_key * num_keys
         buckets, places = known.buckets
-        ratios = [np.array([self.ratio(num_requests, n, drafts) for n in buckets])[places] for drafts in (False, True)]
+        # a step without drafts has no other nodes than the roots
+        of_plain = self.ratio(num_requests, num_requests, False)
+        of_drafts = np.array([self.ratio(num_requests, n, True) for n in buckets])[places] if max_depth else of_plain
         nothing, found = np.full(num_requests, math.inf), []
         for depth, draft in enumerate(known.drafts):
             base = verify + draft
-            found.append((np.concatenate([nothing, base]), np.concatenate([nothing, base * ratios[depth > 0]])))
+            found.append(
+                (np.concatenate([nothing, base]), np.concatenate([nothing, base * (of_drafts if depth else of_plain)]))
+            )
         return found
 
     def chains(self, num_requests: int, num_keys: int, max_depth: int) -> tuple[Floats, Floats]:
