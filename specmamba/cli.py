@@ -152,6 +152,10 @@ def _serve(arguments: list[str]) -> int:
         from specmamba.server_config import ServerConfig
 
         config = parse_command_line(ServerConfig, "specmamba serve", arguments)
+        if config.replicas is not None:
+            from specmamba.cluster.deploy_command import serve_replicas
+
+            return serve_replicas(config)
         if (status := _other_rank(config)) is not None:
             return status
         listener = listen(config.host, config.port)  # before what takes seconds to import

@@ -18,6 +18,8 @@ _HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:
 _KEY_RULE = "a key is printable text without commas and spaces"
 _MAX_KEY_FILE_BYTES = 1 << 20
 MIN_SHARED_KEY = 16  # characters: proofs of a shorter key could be guessed by those who see them
+# Ray Serve has limits of its own for connections, and gives up clients that do not read.
+BY_RAY = ("max_connections_per_address", "read_timeout", "write_timeout")
 Placement = Literal["prefix", "round_robin"]  # of requests on replicas
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
@@ -128,6 +130,10 @@ class ServerConfig(EngineConfig):
         Placement,
         Field(description="which copy gets a request: the one with the least to compute for it, or each in turn"),
     ] = "prefix"
+    replicas: Annotated[
+        int | None,
+        Field(ge=1, le=64, description="copies of the model under Ray Serve, in place of --dp-size; none: without Ray"),
+    ] = None
     disaggregation_mode: Annotated[
         Literal["null", "prefill", "decode"],
         Field(description="prefill: compute prompts for decode servers; decode: take them over; null: neither"),
@@ -266,7 +272,7 @@ class ServerConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ServerConfig:
-        for problem in (_disaggregation_problem(self), _scaling_problem(self)):
+        for problem in (_ray_problem(self), _disaggregation_problem(self), _scaling_problem(self)):
             if problem is not None:
                 raise ValueError(problem)
         return self
@@ -274,12 +280,12 @@ class ServerConfig(EngineConfig):
     @property
     def first_replicas(self) -> int:
         """Copies of the model at the start."""
-        return max(self.dp_size, self.dp_min_size or 1)
+        return max(self.replicas or self.dp_size, self.dp_min_size or 1)
 
     @property
     def most_replicas(self) -> int:
-        """Copies of the model at the most; 1: it runs in this process."""
-        return self.dp_max_size or self.dp_size
+        """Copies of the model at the most; 1, without Ray: it runs in this process."""
+        return self.dp_max_size or self.replicas or self.dp_size
 
     @property
     def exposed_key_files(self) -> list[Path]:
@@ -294,6 +300,22 @@ class ServerConfig(EngineConfig):
         if self.served_model_name is not None:
             return self.served_model_name
         return "specmamba-demo" if self.model is None else self.model
+
+
+def _ray_problem(config: ServerConfig) -> str | None:
+    """Return what does not go with replicas under Ray Serve, or None."""
+    if config.replicas is None:
+        return None
+    flag, fields = f"--replicas {config.replicas}", type(config).model_fields
+    if "dp_size" in config.model_fields_set:
+        return f"{flag}, --dp-size {config.dp_size}: give one of them: copies under Ray Serve, or without Ray"
+    if config.disaggregation_mode != "null":
+        mode = f"--disaggregation-mode {config.disaggregation_mode}"
+        return f"{mode}: prompts are handed over by servers outside of Ray: drop it, or {flag}"
+    for name in BY_RAY:
+        if getattr(config, name) != fields[name].default:
+            return f"{_flag(name)}: Ray Serve takes the connections: drop it, or {flag}"
+    return None
 
 
 def _disaggregation_problem(config: ServerConfig) -> str | None:
@@ -324,9 +346,10 @@ def _scaling_problem(config: ServerConfig) -> str | None:
         return f"{', '.join(given)}: this needs --dp-max-size" if given else None
     if least > most:
         return f"--dp-min-size {least}: this is more than --dp-max-size {most}"
-    size = config.dp_size
-    if size > most or ("dp_size" in config.model_fields_set and size < least):
-        return f"--dp-size {size}: the start is from --dp-min-size to --dp-max-size, which are {least} and {most}"
+    name = "dp_size" if config.replicas is None else "replicas"
+    size = config.replicas or config.dp_size
+    if size > most or (name in config.model_fields_set and size < least):
+        return f"{_flag(name)} {size}: the start is from --dp-min-size to --dp-max-size, which are {least} and {most}"
     return None
 
 

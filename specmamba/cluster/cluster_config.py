@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,14 +15,14 @@ from specmamba.errors import ConfigError
 from specmamba.flags.command_line import describe_validation_error
 from specmamba.flags.other_names import OTHER_NAMES, flag_of, translated
 from specmamba.flags.settings import is_plain_list, listed, variable_of
-from specmamba.server_config import ServerConfig
+from specmamba.server_config import BY_RAY, ServerConfig
 
 logger = logging.getLogger("specmamba")
 
-# Ray Serve listens for HTTP, on addresses of its own choice, and gives up clients that do not read.
+# Ray Serve listens for HTTP, on addresses of its own choice.
 _BY_RAY = "Ray Serve takes the connections: leave it out, and see its http_options"
 _ELSEWHERE = {
-    **dict.fromkeys(("host", "port", "max_connections_per_address", "read_timeout", "write_timeout"), _BY_RAY),
+    **dict.fromkeys(("host", "port", *BY_RAY), _BY_RAY),
     "disaggregation_mode": "prompts are handed over by servers outside of Ray: leave it out",
     "config": "the arguments stand in the file of Ray Serve: leave it out",
 }
@@ -63,6 +64,10 @@ def config_of_args(args: Mapping[str, Any]) -> ClusterConfig:
     for name in _ELSEWHERE:
         if name in given:
             raise ConfigError(f"{flag_of(name)}: {_ELSEWHERE[name]}")
+    if "replicas" in given:  # they are Ray's in any case
+        if "dp_size" in given:
+            raise ConfigError("--replicas, --dp-size: give one of them")
+        given["dp_size"] = given.pop("replicas")
     fields = ClusterConfig.model_fields
     given = {name: _read(name, value, fields[name]) if name in fields else value for name, value in given.items()}
 
@@ -77,6 +82,20 @@ def config_of_args(args: Mapping[str, Any]) -> ClusterConfig:
     if config.disaggregation_mode != "null":  # by the environment
         raise ConfigError(f"--disaggregation-mode: {_ELSEWHERE['disaggregation_mode']}")
     return config
+
+
+def of_server(config: ServerConfig, replica_cpus: float = 1.0, ingress_cpus: float = 1.0) -> ClusterConfig:
+    """The configuration of ``specmamba serve --replicas``.
+
+    Args:
+        config: its flags, which are checked.
+        replica_cpus: CPUs of a replica at the most: above one as a whole, as Ray counts them, below in thousandths.
+        ingress_cpus: of the server in front.
+    """
+    parts = 1 if replica_cpus >= 1.0 else 1000
+    cpus = {"replica_cpus": math.floor(replica_cpus * parts) / parts, "ingress_cpus": ingress_cpus}
+    changed = {"host": ANYWHERE, "dp_size": config.first_replicas, **cpus}
+    return ClusterConfig.model_construct({*config.model_fields_set, *changed}, **{**dict(config), **changed})
 
 
 def named(args: Mapping[str, Any]) -> dict[str, Any]:

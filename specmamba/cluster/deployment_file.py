@@ -76,6 +76,7 @@ _INSTEAD = {
     "model": "model",
     "tp_size": "tp_size",
     "dp_size": "replicas",
+    "replicas": "replicas",
     "dp_min_size": "autoscaling.min_replicas",
     "dp_max_size": "autoscaling.max_replicas",
     "dp_target_tokens": "autoscaling.target_queued_tokens",

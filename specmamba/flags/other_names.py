@@ -60,7 +60,6 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "pipeline_parallel_size": Fixed((1,), _WHOLE_LAYERS),
     "pp_size": Fixed((1,), _WHOLE_LAYERS),
     "data_parallel_size": Fixed((1,), _REPLICAS),
-    "replicas": Renamed("dp_size"),
     "trust_remote_code": Fixed(
         (False,), "no code of a checkpoint is run here; specmamba info says which architectures there are", True
     ),

@@ -24,6 +24,9 @@ RUNNING_COST = 32
 # Tokens whose computing takes about as long as one token takes from a tier. A guess too: it lets a replica that has a
 # prefix in its pools go before one that has to load it, and one that loads go before one that computes.
 LOADING_COST = 1 / 16
+# Tokens that could be computed while a request waits for another one to end, where a replica has as many as it runs at
+# a time. A guess, tried on simulated loads: it lets an idle replica compute a prefix for which others would wait.
+WAITING_COST = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +137,23 @@ def own_cost(num_prompt: int, found: Found) -> float:
     return num_prompt - found.in_tiers + LOADING_COST * (found.in_tiers - found.in_pools)
 
 
-def choose(costs: Mapping[int, float], work: Mapping[int, Work]) -> int:
+def choose(costs: Mapping[int, float], work: Mapping[int, Work], most_running: int) -> int:
     """Choose a replica.
 
     Args:
         costs: what a prompt takes at each, in tokens that are computed (``own_cost``).
         work: what each has to do already.
+        most_running: how many requests one runs at a time; those above wait until others have ended.
 
     Returns:
         The replica with the fewest tokens to compute up to the end of this prompt, running requests counted as
-        ``RUNNING_COST``; of equal ones that with the fewest requests, then the first.
+        ``RUNNING_COST`` and those that end before as ``WAITING_COST``; of equal ones that with the fewest requests,
+        then the first.
     """
 
     def cost(index: int) -> tuple[float, int, int]:
-        return costs[index] + work[index].queued_tokens, work[index].num_requests, index
+        num_requests = work[index].num_requests
+        num_before = max(0, num_requests + 1 - most_running)
+        return costs[index] + work[index].queued_tokens + WAITING_COST * num_before, num_requests, index
 
     return min(costs, key=cost)

@@ -80,8 +80,8 @@ class ReplicatedEngine(Engine):
         self.context_length, self.vocab_size = constants["context_length"], constants["vocab_size"]
         self.eos_token_ids = tuple(constants["eos_token_ids"])
         self._description = constants["description"] | {"dp_size": config.first_replicas}
-        most_running = int(constants["description"]["max_running_requests"])
-        self._most = most_running + config.max_queued_requests  # requests of one replica
+        self._most_running = int(constants["description"]["max_running_requests"])  # of one replica
+        self._most = self._most_running + config.max_queued_requests
 
     @property
     def draft_algorithm(self) -> str:
@@ -181,7 +181,8 @@ class ReplicatedEngine(Engine):
         if self.config.dp_placement == "round_robin":
             index = sorted(published)[next(self._turns) % len(published)]
         else:
-            index = choose({i: own_cost(len(prompt), each) for i, each in found.items()}, work)
+            costs = {i: own_cost(len(prompt), each) for i, each in found.items()}
+            index = choose(costs, work, self._most_running)
         if found[index].keys:  # another replica may have written them, and this one not have looked since
             self._links.tell(index, {"do": "learn", "keys": [key.hex() for key in found[index].keys]})
         if self._links.tell_line(index, course.next_line()):

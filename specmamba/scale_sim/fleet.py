@@ -73,6 +73,7 @@ class Fleet:
         return choose(
             {index: len(request.prompt) - replica.resumable(request) for index, replica in numbered.items()},
             {index: Work(replica.num_requests, replica.num_uncomputed) for index, replica in numbered.items()},
+            self.replicas[0].model.max_running,
         )
 
     def _go_on(self, request: TraceRequest, now: float) -> None:

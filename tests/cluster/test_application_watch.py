@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from specmamba.cluster import deploy_command
+from specmamba.cluster import application_run
+from specmamba.cluster.application_run import OWN, Start, Wanted, wait_for_end
 from specmamba.cluster.application_watch import ApplicationWatch, addresses_of
-from specmamba.cluster.deploy_command import Start, wait_for_end
+
+WANTED = Wanted("specmamba deploy", "it", "127.0.0.1", 8000, "http", OWN)
 
 
 class Status(Enum):
@@ -57,7 +59,7 @@ class Scene:
 @pytest.fixture(autouse=True)
 def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_LOOK_S", "_START_LOOK_S", "_JOIN_S"):
-        monkeypatch.setattr(deploy_command, name, 0.01)
+        monkeypatch.setattr(application_run, name, 0.01)
 
 
 def test_a_start_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +130,7 @@ def test_a_cluster_that_is_gone_is_noticed() -> None:
 def test_the_command_ends_with_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     scene = Scene()
     scene.serve.say(Status.DEPLOY_FAILED, "no room,\nnowhere")
-    assert wait_for_end(scene.watch, "it", threading.Event()) == 1
+    assert wait_for_end(scene.watch, WANTED, threading.Event()) == 1
     assert capsys.readouterr().err == "specmamba deploy: it has failed: no room,\nnowhere\n"
 
 
@@ -136,7 +138,7 @@ def test_a_signal_ends_the_command() -> None:
     scene, ended = Scene(), threading.Event()
     scene.serve.say(Status.RUNNING)
     ended.set()
-    assert wait_for_end(scene.watch, "it", ended) == 0
+    assert wait_for_end(scene.watch, WANTED, ended) == 0
 
 
 def test_the_start_is_looked_at_meanwhile() -> None:

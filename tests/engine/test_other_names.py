@@ -84,8 +84,6 @@ def arguments_of(name: str, value: Any, written: str | None) -> list[list[str]]:
 def test_the_table_names_what_there_is() -> None:
     fields = EngineConfig.model_fields
     renamed = {name: known.field for name, known in OTHER_NAMES.items() if isinstance(known, Renamed)}
-    of_servers = {"replicas": renamed.pop("replicas")}
-    assert set(of_servers.values()) <= set(ServerConfig.model_fields) - set(fields)
     assert {*renamed.values(), *SPECULATIVE_FIELDS.values(), *OTHER_VALUES} <= set(fields)
     assert set(OTHER_PARAMS.values()) <= set(SamplingParams.model_fields)
     assert not set(OTHER_NAMES) & set(ServerConfig.model_fields)
@@ -97,13 +95,6 @@ def test_the_table_names_what_there_is() -> None:
         "tokenizer_mode",
         "cpu_offload_gb",
     }
-
-
-def test_copies_are_a_setting_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve("--replicas", "3").dp_size == 3
-    assert "--replicas is --dp-size here" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="dp_size"):
-        LLM(replicas=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(("name", "value", "written", "field", "own"), SAME)

@@ -82,11 +82,23 @@ def test_what_is_evicted_is_forgotten() -> None:
         ({0: 64, 1: 0}, {0: 0, 1: 0}, {0: 4, 1: 0}, 1),
         ({0: 0, 1: 0}, {0: RUNNING_COST, 1: 0}, {0: 0, 1: 1}, 0),  # equal: the fewest requests
         ({0: 0, 1: 0}, {0: 0, 1: 0}, {0: 0, 1: 0}, 0),
+        ({0: 900, 1: 0}, {0: 0, 1: 0}, {0: 7, 1: 0}, 0),  # all run
+        ({0: 900, 1: 0}, {0: 0, 1: 0}, {0: 8, 1: 0}, 1),  # one would have to end before
+        ({0: 900, 1: 0}, {0: 0, 1: 300}, {0: 8, 1: 1}, 1),  # so that the other one fills up,
+        ({0: 900, 1: 0}, {0: 0, 1: 0}, {0: 8, 1: 8}, 0),  # and the prefix counts again where requests wait at both
     ],
 )
 def test_the_choice(resumable: dict[int, int], waiting: dict[int, int], running: dict[int, int], chosen: int) -> None:
     costs = {index: own_cost(1000, Found(number, number)) for index, number in resumable.items()}
-    assert choose(costs, {index: Work(running[index], waiting[index]) for index in resumable}) == chosen
+    assert choose(costs, {index: Work(running[index], waiting[index]) for index in resumable}, 8) == chosen
+
+
+def test_a_prefix_that_is_worth_a_wait_is_waited_for() -> None:
+    """How long a request waits for another one to end is not known; a long prompt takes longer."""
+    costs = {0: own_cost(9000, Found(8000, 8000)), 1: own_cost(9000, Found())}
+    filled = {count: {0: Work(8 + count, 0), 1: Work()} for count in range(12)}
+    chosen = {count: choose(costs, work, 8) for count, work in filled.items()}
+    assert {count for count, index in chosen.items() if index == 0} == set(range(7))
 
 
 # ---- tiers -----------------------------------------------------------------------------------------------------------
@@ -171,4 +183,4 @@ def test_a_replica_without_a_folder_takes_nothing_of_it() -> None:
 )
 def test_a_token_of_a_tier_costs_a_little(found: dict[int, Found], waiting: dict[int, int], chosen: int) -> None:
     costs = {index: own_cost(1000, each) for index, each in found.items()}
-    assert choose(costs, {index: Work(0, waiting[index]) for index in found}) == chosen
+    assert choose(costs, {index: Work(0, waiting[index]) for index in found}, 8) == chosen

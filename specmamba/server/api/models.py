@@ -175,7 +175,7 @@ def _server_info(service: Service, stats: EngineStats | None, uptime_s: float) -
         context_length=service.context_length,
         page_size=config.page_size,
         tp_size=config.tp_size,
-        dp_size=config.dp_size,
+        dp_size=config.first_replicas,
         disaggregation_mode=config.disaggregation_mode,
         disaggregation_bootstrap_port=config.disaggregation_bootstrap_port,
         max_running_requests=most,
