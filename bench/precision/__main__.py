@@ -1,6 +1,6 @@
 """Rounding errors of recurrent kernels for 16-bit models, beside those of chunks in bfloat16.
 
-    TRITON_INTERPRET=1 python -m specmamba.bench.precision [--seeds 2] [--json FILE]
+    TRITON_INTERPRET=1 python -m specmamba.bench.precision [--seeds 2] [--head-dim 64] [--json FILE]
 
 Random texts run through our Triton kernels, as nodes of a draft tree and as a prompt, through the same recurrence in
 chunks of 64 tokens with operands in bfloat16, as flash-linear-attention rounds them (``chunked.py`` says what is
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
 PROG = "python -m specmamba.bench.precision"
 OPERATORS = "gdn", "kda", "ssd"
-HEADS = 1, 64, 64  # heads, keys, values
 NODES = 4, 16, 64
 PROMPT = 256  # tokens
 NAMES = {"gdn": "gated delta rule", "kda": "decays by channel", "ssd": "Mamba2"}
 Errors = tuple[float, float]  # of outputs, and of the state
+Heads = tuple[int, int, int]  # heads, keys, values
 
 
 class PrecisionConfig(CommandLine, JsonFile):
     """Rounding errors of recurrent kernels for 16-bit models."""
 
     seeds: Annotated[Count, Field(description="texts of each length; the largest error is reported")] = 2
+    head_dim: Annotated[Count, Field(description="keys, and values, of the one head")] = 64
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,27 +61,28 @@ def run(config: PrecisionConfig) -> dict[str, Any]:
     if not gpu.has_triton():
         raise ConfigError("our kernels need Triton: pip install 'specmamba[gpu]'")
     _check_interpreter()
-    rows = [row for operator in OPERATORS for row in rows_of(operator, config.seeds)]
+    heads = 1, config.head_dim, config.head_dim
+    rows = [row for operator in OPERATORS for row in rows_of(operator, heads, config.seeds)]
     names = ("specmamba", "torch", "triton", "transformers")
-    sizes = dict(zip(("heads", "keys", "values"), HEADS, strict=True))
+    sizes = dict(zip(("heads", "keys", "values"), heads, strict=True))
     return {"machine": machine(), "versions": versions(names), "seeds": config.seeds, **sizes, "rows": rows}
 
 
-def rows_of(operator: str, seeds: int) -> Iterator[dict[str, Any]]:
+def rows_of(operator: str, heads: Heads, seeds: int) -> Iterator[dict[str, Any]]:
     """One row for every way in which tokens come: nodes of a tree, of a chain that is known as one, a prompt."""
     for length in NODES:
-        yield row_of(operator, "tree", length, seeds)
-    yield row_of(operator, "chain", NODES[0], seeds)
-    yield row_of(operator, "prompt", PROMPT, seeds)
+        yield row_of(operator, "tree", length, heads, seeds)
+    yield row_of(operator, "chain", NODES[0], heads, seeds)
+    yield row_of(operator, "prompt", PROMPT, heads, seeds)
 
 
-def row_of(operator: str, kind: str, length: int, seeds: int) -> dict[str, Any]:
+def row_of(operator: str, kind: str, length: int, heads: Heads, seeds: int) -> dict[str, Any]:
     """{"operator", "kind", "tokens", "errors": {form: [of outputs, of the state]}}."""
     from specmamba.bench.precision.forms import in_float64, make_text
 
     largest: dict[str, Errors] = {}
     for seed in range(seeds):
-        text = make_text(operator, length, HEADS, seed)
+        text = make_text(operator, length, heads, seed)
         want = in_float64(text)
         for name, form in forms_of(kind).items():
             try:

@@ -14,7 +14,8 @@ from specmamba.bench.precision.forms import in_chunks, in_float64, make_text
 from specmamba.errors import ConfigError
 from tests.repository import ROOT
 
-RESULTS = ROOT / "bench/results/cpu/2026-11-28-precision.json"
+RESULTS = {64: ROOT / "bench/results/cpu/2026-11-28-precision.json"}
+RESULTS[128] = ROOT / "bench/results/cpu/2026-11-28-precision-128.json"
 OURS, BF16 = "ours, 16-bit models", "chunks in bfloat16"
 SMALL = 2, 24, 20
 
@@ -38,8 +39,10 @@ def test_numbers_of_tf32() -> None:
     assert chunked.to_tf32(x).tolist() == want
 
 
-def committed(operator: str, kind: str, tokens: int) -> dict[str, Any]:
-    rows = json.loads(RESULTS.read_text("utf8"))["rows"]
+def committed(operator: str, kind: str, tokens: int, head_dim: int) -> dict[str, Any]:
+    content = json.loads(RESULTS[head_dim].read_text("utf8"))
+    rows = content["rows"]
+    assert (content["keys"], content["values"]) == (head_dim, head_dim)
     key = operator, kind, tokens
     errors = [row["errors"] for row in rows if (row["operator"], row["kind"], row["tokens"]) == key]
     assert len(errors) == 1
@@ -47,12 +50,13 @@ def committed(operator: str, kind: str, tokens: int) -> dict[str, Any]:
     return found
 
 
-def test_all_rows_are_committed() -> None:
+@pytest.mark.parametrize("head_dim", RESULTS)
+def test_all_rows_are_committed(head_dim: int) -> None:
     """And everywhere our 16-bit modes are at least 16 times as exact as chunks in bfloat16."""
     for operator in precision.OPERATORS:
         lengths = [("tree", n) for n in precision.NODES] + [("chain", 4), ("prompt", precision.PROMPT)]
         for kind, tokens in lengths:
-            errors = committed(operator, kind, tokens)
+            errors = committed(operator, kind, tokens, head_dim)
             assert 16 * max(errors[OURS]) < max(errors[BF16])
             assert max(errors[BF16]) < 2e-2
 
@@ -61,8 +65,8 @@ def test_all_rows_are_committed() -> None:
 def test_errors_are_no_larger_than_committed(operator: str, kind: str) -> None:
     """The largest of two texts was committed; sums of float32 numbers may differ between machines."""
     pytest.importorskip("triton")
-    errors = precision.row_of(operator, kind, 4, seeds=1)["errors"]
-    for name, stated in committed(operator, kind, 4).items():
+    errors = precision.row_of(operator, kind, 4, (1, 64, 64), seeds=1)["errors"]
+    for name, stated in committed(operator, kind, 4, 64).items():
         rounding = 1.05 if name == OURS else 1.5
         limits = [rounding * error + 2 * torch.finfo(torch.float32).eps for error in stated]
         assert all(own <= limit for own, limit in zip(errors[name], limits, strict=True)), name
