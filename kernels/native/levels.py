@@ -116,7 +116,7 @@ def cpu_flags() -> frozenset[str]:
 
 @cache
 def _may_use_tiles() -> bool:
-    """Ask Linux for tile registers, which a process and the children that it forks have to ask for."""
+    """Ask Linux for tile registers: for all threads of this process and what it forks, not for programs it starts."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return MACHINE == "x86_64" and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 

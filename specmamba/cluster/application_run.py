@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ OWN = "local"  # Ray's word for a cluster that is started here
 _LOOK_S = 5.0  # between two looks whether the application still runs,
 _START_LOOK_S = 1.0  # and whether it starts
 _JOIN_S = 5.0  # for a call that looks once a second
+_END_LOOK_S, _END_MARGIN_S = 0.5, 30.0  # between two looks whether it has ended; beyond the time for running requests
 TIMEOUT_S = 1800.0  # large models take long to load, and Ray may have to wait for room
 
 
@@ -39,6 +41,7 @@ class Wanted:
     num_cpus: int | None = None  # of a cluster that is started here; None: as Ray counts them
     timeout_s: float = TIMEOUT_S  # how long it may not be ready
     stays: bool = False  # when the command has ended
+    replaces: bool = True  # one of this name that runs
 
 
 def cluster_address(given: str | None = None) -> str:
@@ -50,7 +53,8 @@ def run_application(wanted: Wanted, config: ClusterConfig) -> int:
     """Start the application in a cluster, and wait for its end unless it stays. Returns the exit status.
 
     Raises:
-        ConfigError: the cluster is not reached, or Ray Serve cannot listen at the address.
+        ConfigError: the cluster is not reached, Ray Serve cannot listen at the address, or an application that is not
+            to be replaced has this name.
     """
     import ray
     from ray import serve
@@ -59,27 +63,33 @@ def run_application(wanted: Wanted, config: ClusterConfig) -> int:
     from specmamba.server.observe.logs import configure_logging
 
     configure_logging(config)
-    name, ended = wanted.name, threading.Event()
-    _end_at_signals(ended)
+    name, signals = wanted.name, Signals()
+    signals.take()
     try:
         ray.init(address=wanted.address, num_cpus=wanted.num_cpus, namespace="serve", log_to_driver=True)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the Ray cluster {wanted.address}: {first_line(error)}") from None
     watch, start, is_deployed = None, None, False
     try:
-        _end_at_signals(ended)  # Ray has handlers of its own, which end the process at once
+        signals.take()  # Ray has handlers of its own, which end the process at once
         _start_serve(serve, wanted)
         watch = ApplicationWatch(serve, name, wanted.timeout_s)
+        if watch.had_forerunner and not wanted.replaces:
+            watch = None  # the end of that one is not this command's
+            raise ConfigError(f"the cluster {wanted.address} runs an application {name} already: end that one first")
         start = Start(lambda: serve.run(application_of(config), name=name, route_prefix="/"))
         if (failure := start.wait(watch)) is not None:
             _tell_failure(wanted, failure)
             return 1
         is_deployed = True
         print(_ready_line(name, _reached_at(wanted)), flush=True)
-        return 0 if wanted.stays else wait_for_end(watch, wanted, ended)
+        return 0 if wanted.stays else wait_for_end(watch, wanted, signals.ended)
     finally:
         if watch is not None and not (wanted.stays and (is_deployed or watch.had_forerunner)):
-            _end(serve, name, is_own=wanted.address == OWN)
+            end_application(serve, name, config.shutdown_timeout + _END_MARGIN_S, signals.hurry)
+            if wanted.address == OWN:
+                with suppress(Exception):
+                    serve.shutdown()
         if start is not None:
             start.join()
         ray.shutdown()
@@ -160,16 +170,24 @@ def _reached_at(wanted: Wanted) -> list[str]:
     return urls
 
 
-def _end_at_signals(ended: threading.Event) -> None:
-    """Let the first SIGINT or SIGTERM set an event and interrupt the main thread, as Ctrl-C does."""
+class Signals:
+    """SIGINT and SIGTERM. The first one interrupts the main thread, as Ctrl-C does; a second one ends waits."""
 
-    def end(*_: object) -> None:
-        if not ended.is_set():
-            ended.set()
-            raise KeyboardInterrupt
+    def __init__(self) -> None:
+        """Nothing is taken yet."""
+        self.ended, self.hurry = threading.Event(), threading.Event()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    def take(self) -> None:
+        """Put handlers in the place of any others."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._come)
+
+    def _come(self, *_: object) -> None:
+        if self.ended.is_set():
+            self.hurry.set()
+            return
+        self.ended.set()
+        raise KeyboardInterrupt
 
 
 def wait_for_end(watch: ApplicationWatch, wanted: Wanted, ended: threading.Event) -> int:
@@ -182,10 +200,14 @@ def wait_for_end(watch: ApplicationWatch, wanted: Wanted, ended: threading.Event
     return 0
 
 
-def _end(serve: Any, name: str, is_own: bool) -> None:
-    """Delete the application, whose running requests finish first; and Ray Serve, where this command has started it."""
+def end_application(serve: Any, name: str, most_s: float, hurry: threading.Event) -> None:
+    """Delete the application, and wait until its running requests have finished.
+
+    Ray's own wait ends after a minute, before the time that requests may have here.
+    """
+    end = time.monotonic() + most_s
     with suppress(Exception):  # the cluster may be gone
-        serve.delete(name)
-    if is_own:
-        with suppress(Exception):
-            serve.shutdown()
+        serve.delete(name, _blocking=False)
+        while name in serve.status().applications and time.monotonic() < end:
+            if hurry.wait(_END_LOOK_S):
+                return

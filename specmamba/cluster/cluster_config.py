@@ -76,7 +76,8 @@ def config_of_args(args: Mapping[str, Any]) -> ClusterConfig:
         return "" if variable is None else f" (from the environment: {variable})"
 
     try:
-        config = ClusterConfig(**{**given, "host": ANYWHERE})
+        # whatever the environment says of replicas: it is meant for ``specmamba serve``
+        config = ClusterConfig(**{**given, "host": ANYWHERE, "replicas": None})
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error, fields, origin)) from None
     if config.disaggregation_mode != "null":  # by the environment

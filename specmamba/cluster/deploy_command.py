@@ -13,11 +13,12 @@ from specmamba.cluster.application_run import OWN, TIMEOUT_S, Wanted, cluster_ad
 from specmamba.cluster.cluster_config import ClusterConfig, of_server
 from specmamba.cluster.deployment_file import DeploymentFile, plan_rows, read_deployment
 from specmamba.errors import ConfigError
-from specmamba.server.listener import listen
+from specmamba.server.listener import http_url, is_reached_from_outside, listen, url_of
 from specmamba.server_config import ServerConfig
 
 PROG, SERVE_PROG = "specmamba deploy", "specmamba serve"
-NAME = "specmamba"  # of the application of ``serve --replicas``
+NAME = "specmamba-serve"  # of the application of ``serve --replicas``: no deployment file has it by default
+LOOPBACK = "127.0.0.1", "::1", "localhost"
 
 
 def main(arguments: list[str]) -> int:
@@ -60,21 +61,24 @@ def serve_replicas(config: ServerConfig) -> int:
         raise ConfigError("--replicas: replicas start their ranks themselves: leave torchrun out")
     require_ray(f"--replicas {config.replicas}: ", f", or give --dp-size {config.replicas}, which needs no Ray")
     from specmamba.server.observe.logs import configure_logging
+    from specmamba.server.observe.tracing import check_tracing
     from specmamba.server.serve import warn_of_exposure
 
     address, num_cpus = cluster_address(), None
+    configure_logging(config)
+    check_tracing(config)
     if address == OWN:
         with listen(config.host, config.port) as listener:  # what is wrong with it would be told after Ray's start
-            configure_logging(config)
-            warn_of_exposure(config, listener)
+            warn_of_exposure(config, url_of(listener), is_reached_from_outside(listener))
             port = listener.getsockname()[1]
         num_cpus = len(os.sched_getaffinity(0))
         of_cluster = of_server(config, num_cpus / config.most_replicas, 0.0)
     elif not (port := config.port):
         raise ConfigError("--port 0: all machines of the cluster that RAY_ADDRESS names listen at one port: choose one")
     else:
+        warn_of_exposure(config, http_url(config.host, port), config.host not in LOOPBACK)
         of_cluster = of_server(config)
-    wanted = Wanted(SERVE_PROG, NAME, config.host, port, "--host, --port", address, num_cpus)
+    wanted = Wanted(SERVE_PROG, NAME, config.host, port, "--host, --port", address, num_cpus, replaces=False)
     with suppress(KeyboardInterrupt):  # a signal during the start
         return run_application(wanted, of_cluster)
     return 0

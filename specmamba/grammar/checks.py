@@ -26,7 +26,7 @@ MAX_REPEAT = 4096
 NUM_WALKS, MAX_STEPS = 3, 200
 MAX_WALK_SECONDS = 0.5  # of all walks; those of most grammars take a hundredth
 SLOW_STEP_SECONDS = 0.03  # of one step of a walk; with a large vocabulary more
-MAX_SLOW_STEPS = 2  # of all walks: a busy machine can make one step slow
+MAX_SLOW_STEPS, FAR_TOO_SLOW = 2, 5.0  # of all walks: a busy machine can make one step slow, by less than that factor
 GROWTH, STEPS_AHEAD = 3.0, 5  # cost of the last steps of a walk relative to the first; walks in the longest answer
 _TEXT, _CLASS, _CLASS_STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 0, 1, 2, 3, 4, 5, 6, 8
 _OWN_NAME = re.compile(r"^[^\S\n]*([A-Za-z_][\w.-]*)[^\S\n]*::=", re.MULTILINE)
@@ -123,7 +123,8 @@ def check_by_trial(compiled: Any, vocab_size: int) -> None:
 
     Raises:
         RequestError: no token may come first; the masks disagree with the matcher; or (caused by TimeoutError) two
-            steps take too long, one takes all the time of the walks, or a step would take too long in a longer text.
+            steps take too long, one takes far too long or the rest of the time of all walks, or a step would take
+            too long in a longer text.
     """
     slow = SLOW_STEP_SECONDS * scale_of(vocab_size)
     end = time.thread_time() + MAX_WALK_SECONDS
@@ -134,7 +135,7 @@ def check_by_trial(compiled: Any, vocab_size: int) -> None:
             costs.append(cost)
             num_slow += cost > slow
             is_over = time.thread_time() > end
-            if num_slow == MAX_SLOW_STEPS or (num_slow and is_over):
+            if num_slow == MAX_SLOW_STEPS or cost > FAR_TOO_SLOW * slow or (num_slow and is_over):
                 raise too_complex()
             if is_over:
                 break

@@ -65,7 +65,7 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine], listene
     with listen(config.host, config.port) if listener is None else listener as opened:
         output = ProcessOutput.taken_over(configure_logging(config))
         check_tracing(config)
-        warn_of_exposure(config, opened)
+        warn_of_exposure(config, url_of(opened), is_reached_from_outside(opened))
         ShutdownWatch(config.shutdown_timeout).start()
         end_at_signals(output.flush)  # until the server installs its handlers; no request runs yet
         status, has_ended = _serve(config, build_engine, opened)
@@ -75,16 +75,16 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine], listene
     return status
 
 
-def warn_of_exposure(config: ServerConfig, listener: socket.socket) -> None:
-    """Log who may read keys, and who may use the model without one."""
+def warn_of_exposure(config: ServerConfig, url: str, is_reached: bool) -> None:
+    """Log who may read keys, and who may use the model without one; ``is_reached``: by other machines."""
     for file in config.exposed_key_files:
         logger.warning("other users of this machine may read the keys in %s: change its mode to 600", file)
-    if not config.api_key and is_reached_from_outside(listener):
+    if not config.api_key and is_reached:
         logger.warning(
             "--host %s without --api-key: every machine that reaches %s may use the model; give a key, or leave --host "
             "at 127.0.0.1",
             config.host,
-            url_of(listener),
+            url,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specmamba.cluster import application_run
-from specmamba.cluster.application_run import OWN, Start, Wanted, wait_for_end
+from specmamba.cluster.application_run import OWN, Signals, Start, Wanted, end_application, wait_for_end
 from specmamba.cluster.application_watch import ApplicationWatch, addresses_of
 
 WANTED = Wanted("specmamba deploy", "it", "127.0.0.1", 8000, "http", OWN)
@@ -33,10 +33,16 @@ class Serve:
     def __init__(self) -> None:
         self.found: Any = None
         self.error: Exception | None = None
+        self.num_looks = 0
+
+    def delete(self, name: str, _blocking: bool) -> None:
+        assert (name, _blocking) == ("it", False)
+        self.say(Status.DELETING)
 
     def status(self) -> Any:
         if self.error is not None:
             raise self.error
+        self.num_looks += 1
         return SimpleNamespace(applications={} if self.found is None else {"it": self.found})
 
     def say(
@@ -139,6 +145,37 @@ def test_a_signal_ends_the_command() -> None:
     scene.serve.say(Status.RUNNING)
     ended.set()
     assert wait_for_end(scene.watch, WANTED, ended) == 0
+
+
+def test_the_end_is_that_of_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long they take, up to a limit."""
+
+    class Finishing(Serve):
+        def status(self) -> Any:
+            if self.num_looks == 5:
+                self.found = None
+            return super().status()
+
+    monkeypatch.setattr(application_run, "_END_LOOK_S", 0.001)
+    serve = Finishing()
+    end_application(serve, "it", 600, threading.Event())
+    assert serve.found is None
+    assert serve.num_looks == 6
+    endless = Serve()
+    end_application(endless, "it", 0.0, threading.Event())
+    assert endless.num_looks == 1
+    endless.error = ConnectionError("no head")
+    end_application(endless, "it", 600, threading.Event())
+
+
+def test_a_second_signal_ends_the_wait() -> None:
+    serve, signals = Serve(), Signals()
+    with pytest.raises(KeyboardInterrupt):
+        signals._come()
+    assert signals.ended.is_set()
+    signals._come()
+    end_application(serve, "it", 600, signals.hurry)
+    assert serve.num_looks == 1
 
 
 def test_the_start_is_looked_at_meanwhile() -> None:

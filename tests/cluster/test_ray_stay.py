@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from specmamba.cluster.deploy_command import NAME
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from tests.cluster.test_ray_serve import (
@@ -115,12 +116,24 @@ def test_one_that_takes_too_long_is_given_up(head: Head) -> None:
 
 
 def test_what_stays_is_reached_where_ray_serve_listens(head: Head) -> None:
-    done = head.deploy("--stay", flags=FLAGS)
+    done = head.deploy("--stay", name=NAME, flags=FLAGS)
     assert done.returncode == 0
-    assert f"specmamba: ready at http://127.0.0.1:{head.port} (application: it)" in done.stdout
+    assert f"specmamba: ready at http://127.0.0.1:{head.port} (application: {NAME})" in done.stdout
     assert f"already, and listens at http://127.0.0.1:{head.port}: http has no effect" in done.stderr
     with httpx.Client(base_url=f"http://127.0.0.1:{head.port}", timeout=120) as http:
-        assert streamed(http, body_of(0)) == expected_of(Engine(EngineConfig(**FLAGS)), 48)[0]
+        expected = expected_of(Engine(EngineConfig(**FLAGS)), 48)[0]
+        assert streamed(http, body_of(0)) == expected
+        other = subprocess.run(
+            [sys.executable, "-m", "specmamba", "serve", "--replicas=1", f"--port={unassigned_port()}"],
+            check=False,
+            env={**head.environment, "RAY_ADDRESS": "auto"},
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+        )
+        assert other.returncode == 2
+        assert f"the cluster auto runs an application {NAME} already: end that one first" in other.stderr
+        assert streamed(http, body_of(0)) == expected
 
 
 def test_an_address_that_is_taken_is_an_error() -> None:

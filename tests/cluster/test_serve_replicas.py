@@ -98,6 +98,12 @@ def test_the_number_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
     assert started[1][1].most_replicas == 1
 
 
+def test_what_the_environment_says_of_this_command_is_not_meant_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECMAMBA_REPLICAS", "3")
+    config = config_of_args({"dp_size": 2})
+    assert (config.replicas, config.first_replicas, config.most_replicas) == (None, 2, 2)
+
+
 def test_a_signal_during_the_start_is_no_failure(monkeypatch: pytest.MonkeyPatch, started: Started) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt

@@ -60,14 +60,16 @@ class LazyLayers:
 
         Behind entries that are added there is none: nothing was written there since it was given back.
         """
-        num_bytes = self._layer_bytes // max(1, self.tensor.shape[1]) * count
+        entry_bytes = self._layer_bytes // max(1, self.tensor.shape[1])
+        num_bytes, num_before = entry_bytes * count, entry_bytes * self._count
         for begin in self._begins:
             end, limit = begin + num_bytes, begin + self._layer_bytes
             before, border = self._borders.get(begin), end // HUGE_PAGE
+            was_cut = (begin + num_before) % HUGE_PAGE > 0
             if before != border:
                 end_huge_pages_at(begin, end, limit)
                 self._borders[begin] = border
-            if before is not None and begin <= before * HUGE_PAGE < border * HUGE_PAGE:
+            if was_cut and before is not None and begin <= before * HUGE_PAGE < border * HUGE_PAGE:
                 join_pages(before * HUGE_PAGE)  # a part of it had small pages, and would keep them
             if count < self._count:
                 give_back_pages(end, limit - end)

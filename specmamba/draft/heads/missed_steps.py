@@ -70,7 +70,6 @@ class MissedSteps:
         self._lost: dict[int, _Lost] = {}  # tokens of each row in steps that are no longer kept
         self._room: _Room | None = None
         self._newest: Tensor | None = None  # states of the newest step
-        self._spare: Tensor | None = None  # memory of the run that was lost last: new memory takes a tenth of a step
 
     def __bool__(self) -> bool:
         return bool(self._began)
@@ -129,7 +128,7 @@ class MissedSteps:
         self._lost.pop(row, None)
         if not self._began:
             self._runs.clear()
-            self._num_tokens, self._spare = 0, None
+            self._num_tokens = 0
 
     def take(self, row: int) -> MissedTokens:
         """Return what a row has missed, and forget it."""
@@ -144,7 +143,8 @@ class MissedSteps:
         run = self._runs[-1] if self._runs else None
         if run is None or run.rows != rows or run.num_tokens > 1 or len(run.decided) == len(run.states):
             self._end_run()
-            run = _Run(self._num_steps, rows, self._new_places(states), [])
+            places = states.new_empty(MISSED_AT_ONCE, len(rows), states.shape[2])
+            run = _Run(self._num_steps, rows, places, [])
             self._runs.append(run)
         run.states[len(run.decided)] = states[:, 0]
         run.decided.append(decided)
@@ -152,13 +152,6 @@ class MissedSteps:
         if is_same and states.is_cpu and states.is_contiguous() and len(run.decided) < len(run.states):
             values, begin = _memory(states), len(run.decided)
             self._room = _Room(run, states, values, _memory(run.states), begin * len(values))
-
-    def _new_places(self, states: Tensor) -> Tensor:
-        """Memory for states like these, [B, 1, H], of as many steps as a run has."""
-        spare, self._spare = self._spare, None
-        shape = MISSED_AT_ONCE, len(states), states.shape[2]
-        fits = spare is not None and spare.shape == shape and spare.dtype == states.dtype
-        return spare if fits and spare is not None else states.new_empty(shape)
 
     def _end_run(self) -> None:
         """Give back the room that the newest run has left, before another one begins."""
@@ -168,7 +161,6 @@ class MissedSteps:
 
     def _lose_oldest(self) -> None:
         run = self._runs.popleft()
-        self._spare = run.states if run.num_tokens == 1 else None
         self._num_tokens -= run.num_tokens * len(run.decided)
         for place, row in enumerate(run.rows):
             begin = self._began.get(row, self._num_steps + 1) - run.first
