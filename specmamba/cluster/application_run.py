@@ -52,6 +52,8 @@ def cluster_address(given: str | None = None) -> str:
 def run_application(wanted: Wanted, config: ClusterConfig) -> int:
     """Start the application in a cluster, and wait for its end unless it stays. Returns the exit status.
 
+    The log is configured already.
+
     Raises:
         ConfigError: the cluster is not reached, Ray Serve cannot listen at the address, or an application that is not
             to be replaced has this name.
@@ -60,9 +62,7 @@ def run_application(wanted: Wanted, config: ClusterConfig) -> int:
     from ray import serve
 
     from specmamba.cluster.ingress import application_of
-    from specmamba.server.observe.logs import configure_logging
 
-    configure_logging(config)
     name, signals = wanted.name, Signals()
     signals.take()
     try:

@@ -18,7 +18,6 @@ from specmamba.server_config import ServerConfig
 
 PROG, SERVE_PROG = "specmamba deploy", "specmamba serve"
 NAME = "specmamba-serve"  # of the application of ``serve --replicas``: no deployment file has it by default
-LOOPBACK = "127.0.0.1", "::1", "localhost"
 
 
 def main(arguments: list[str]) -> int:
@@ -43,6 +42,9 @@ def main(arguments: list[str]) -> int:
     wanted = Wanted(
         PROG, deployment.name, http.host, http.port, "http", address, timeout_s=options.timeout, stays=options.stay
     )
+    from specmamba.server.observe.logs import configure_logging
+
+    configure_logging(config)
     return run_application(wanted, config)
 
 
@@ -60,6 +62,7 @@ def serve_replicas(config: ServerConfig) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("--replicas: replicas start their ranks themselves: leave torchrun out")
     require_ray(f"--replicas {config.replicas}: ", f", or give --dp-size {config.replicas}, which needs no Ray")
+    from specmamba.server.http.callers import is_loopback
     from specmamba.server.observe.logs import configure_logging
     from specmamba.server.observe.tracing import check_tracing
     from specmamba.server.serve import warn_of_exposure
@@ -76,7 +79,7 @@ def serve_replicas(config: ServerConfig) -> int:
     elif not (port := config.port):
         raise ConfigError("--port 0: all machines of the cluster that RAY_ADDRESS names listen at one port: choose one")
     else:
-        warn_of_exposure(config, http_url(config.host, port), config.host not in LOOPBACK)
+        warn_of_exposure(config, http_url(config.host, port), not is_loopback(config.host))
         of_cluster = of_server(config)
     wanted = Wanted(SERVE_PROG, NAME, config.host, port, "--host, --port", address, num_cpus, replaces=False)
     with suppress(KeyboardInterrupt):  # a signal during the start
