@@ -56,14 +56,18 @@ def end_huge_pages_at(begin: int, end: int, limit: int) -> None:
             _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
 
 
-def join_pages(address: int) -> None:
+def join_pages(address: int) -> bool:
     """Put the small pages of ``HUGE_PAGE`` bytes from an address on into one huge page, with what is in them.
 
     The address is a multiple of it. Nothing happens before Linux 6.1, where the system finds such pages in minutes,
-    nor where huge pages are off, which the call alone would not respect.
+    nor where huge pages are off, which the call alone would not respect, nor where no huge page is free.
+
+    Returns:
+        Whether they are one huge page now.
     """
-    if sys.platform == "linux" and _has_huge_pages():
-        _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE), _JOIN_PAGES)
+    if sys.platform != "linux" or not _has_huge_pages():
+        return False
+    return not _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE), _JOIN_PAGES)
 
 
 def drop_library_pages() -> int:
