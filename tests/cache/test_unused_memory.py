@@ -17,7 +17,13 @@ from torch import Tensor
 
 from specmamba import LLM, SamplingParams
 from specmamba.cache.pool_memory import entries_of_layer, lazy_memory
-from specmamba.cache.pool_memory.lazy_memory import LazyLayers, give_back_zeros, lazy_zeros, whole_huge_pages
+from specmamba.cache.pool_memory.lazy_memory import (
+    STABLE_FITS,
+    LazyLayers,
+    give_back_zeros,
+    lazy_zeros,
+    whole_huge_pages,
+)
 from specmamba.engine import cost_measurement
 from specmamba.processes import unused_memory
 from specmamba.processes.unused_memory import HUGE_PAGE
@@ -129,7 +135,7 @@ def test_layers_that_grow_begin_with_a_huge_page(count: int, entry_bytes: int, w
 
 
 def test_what_has_grown_behind_a_huge_page_becomes_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a layer has all of it: what has grown there in small steps has small pages.
+    """Once a layer has had all of it for a while: what has grown there in small steps has small pages.
 
     Where memory is scattered the system can refuse single joins: the layer keeps its small pages then.
     """
@@ -139,17 +145,26 @@ def test_what_has_grown_behind_a_huge_page_becomes_one(monkeypatch: pytest.Monke
         before = _huge_bytes(layers.tensor)
         is_joined = unused_memory.join_pages(address)
         assert _huge_bytes(layers.tensor) == before + is_joined * HUGE_PAGE
-        joined.append(address)
+        joined.append((address - layers.tensor.data_ptr()) // HUGE_PAGE)
 
     monkeypatch.setattr(lazy_memory, "join_pages", join)
-    layers = LazyLayers((2, 4 * 512, 4096), torch.uint8, CPU, grows=True)
-    second = [layer.data_ptr() + HUGE_PAGE for layer in layers.tensor]
-    for count, is_joined in ((700, False), (1000, False), (1100, True), (2000, True), (700, False), (1024, True)):
+    layers = LazyLayers((2, 4 * 512, 4096), torch.uint8, CPU, grows=True)  # four huge pages of 512 entries each
+    few = STABLE_FITS - 1
+    for counts, expected in (
+        ([700, 1000, 1100], []),  # the second page is whole: not for long yet
+        ([1100] * (few - 1), []),
+        ([1100], [1, 5]),
+        ([2000, 1100, 2000] + [2048, 1100] * few, []),  # the end comes back into the third page again and again
+        ([2000] * few, []),
+        ([2000], [2, 6]),  # the fourth is not whole yet
+        ([700, 2048, 700] + [1024] * few, []),
+        ([1024], [1, 5]),
+    ):
         joined.clear()
-        layers.fit(count)
-        layers.tensor[:, :count] = torch.arange(count)[:, None] % 251
-        assert joined == ([address + (count > 1100) * HUGE_PAGE for address in second] if is_joined else [])
-        layers.fit(count)
+        for count in counts:
+            layers.fit(count)
+            layers.tensor[:, :count] = torch.arange(count)[:, None] % 251
+        assert sorted(joined) == expected
         assert torch.equal(layers.tensor[1, :count, 7], (torch.arange(count) % 251).to(torch.uint8))
         assert _resident_bytes(layers.tensor[0, count:]) == 0
 

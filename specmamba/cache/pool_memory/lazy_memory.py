@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 from specmamba.processes.unused_memory import HUGE_PAGE, end_huge_pages_at, give_back_pages, join_pages
 
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
+# A join copies a huge page, and the next end within that page undoes it: it pays where the end has stayed behind it.
+STABLE_FITS = 8
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int = ALIGNMENT) -> Tensor:
@@ -50,10 +53,12 @@ class LazyLayers:
         """Allocate zeros [layers, entries, ...]; ``grows``: memory can end before the last entry of a layer."""
         self.tensor = lazy_zeros(size, dtype, device, HUGE_PAGE if grows else ALIGNMENT)
         self._count = size[1]  # entries of each layer that may have memory
+        self._recent = deque([0] * STABLE_FITS, maxlen=STABLE_FITS)
         self._layer_bytes = math.prod(size[1:]) * dtype.itemsize
         # elastic pools fit in each move: no view of a tensor is made for it
         self._begins = [layer.data_ptr() for layer in self.tensor] if self.tensor.is_cpu else []
         self._borders: dict[int, int] = {}  # by the address of a layer: where its huge pages end
+        self._cut: dict[int, set[int]] = {}  # by the address of a layer: its whole pages that have grown in parts
 
     def fit(self, count: int) -> None:
         """Give back the memory behind the first ``count`` entries of each layer; huge pages end before it.
@@ -62,18 +67,29 @@ class LazyLayers:
         """
         entry_bytes = self._layer_bytes // max(1, self.tensor.shape[1])
         num_bytes, num_before = entry_bytes * count, entry_bytes * self._count
+        self._recent.append(count)
+        stable_bytes = entry_bytes * min(self._recent)
         for begin in self._begins:
             end, limit = begin + num_bytes, begin + self._layer_bytes
             before, border = self._borders.get(begin), end // HUGE_PAGE
-            was_cut = (begin + num_before) % HUGE_PAGE > 0
             if before != border:
                 end_huge_pages_at(begin, end, limit)
                 self._borders[begin] = border
-            if was_cut and before is not None and begin <= before * HUGE_PAGE < border * HUGE_PAGE:
-                join_pages(before * HUGE_PAGE)  # a part of it had small pages, and would keep them
+            cut = self._cut.get(begin, set())
+            if (begin + num_before) % HUGE_PAGE and before is not None and begin <= before * HUGE_PAGE:
+                cut.add(before)  # a part of it had small pages, and would keep them
+            self._cut[begin] = {page for page in cut if page < border}
+            self._join(begin, begin + stable_bytes)
             if count < self._count:
                 give_back_pages(end, limit - end)
         self._count = count
+
+    def _join(self, begin: int, end: int) -> None:
+        """Make pages of a layer whole that have grown in parts and lie before an address."""
+        stable = {page for page in self._cut[begin] if (page + 1) * HUGE_PAGE <= end}
+        self._cut[begin] -= stable
+        for page in stable:
+            join_pages(page * HUGE_PAGE)
 
     def give_back(self) -> None:
         """Make all entries zeros that take no memory, on a CPU."""
