@@ -143,6 +143,33 @@ class TestWhatMakesRoom:
         assert memory.manager.cache.stats.evicted_states >= 2
         assert memory.pools.split.stats.num_moves == 1
 
+    @pytest.mark.parametrize(("num_free", "has_moved"), [(4, False), (9, False), (10, True), (30, True)])
+    def test_for_a_few_free_pages_the_line_does_not_move(self, num_free: int, has_moved: bool) -> None:
+        """The oldest of two states goes instead, as long as they are less than a tenth of the memory."""
+        memory = small(num_pages=64, num_slots=8)
+        pools, cache = memory.pools, memory.manager.cache
+        assert pools.split is not None
+        for text in (A, B):
+            memory.end(memory.start(f"{text[0]}", text))
+        while pools.states.num_free:
+            assert pools.states.allocate("other") is not None
+        assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - num_free) is not None
+        assert cache.make_room(0, 1)
+        assert pools.split.stats.num_moves == has_moved
+        assert cache.stats.evicted_states == (not has_moved)
+        assert cache.peek(memory.request("b", B).key())[0] == 5
+        assert cache.peek(memory.request("a", A).key())[0] == (5 if has_moved else 0)
+
+    def test_the_line_moves_for_a_few_free_pages_where_no_state_can_go(self) -> None:
+        memory = small(num_pages=64, num_slots=8)
+        pools = memory.pools
+        assert pools.split is not None
+        while pools.states.num_free:
+            assert pools.states.allocate("other") is not None
+        assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - 5) is not None
+        assert memory.manager.cache.make_room(0, 1)
+        assert pools.split.stats.num_moves == 1
+
     def test_a_request_may_take_all_memory_but_that_of_its_state(self) -> None:
         memory = small()
         bounds = memory.pools.split.bounds if memory.pools.split is not None else None

@@ -14,7 +14,7 @@ from specmamba.processes.unused_memory import HUGE_PAGE, end_huge_pages_at, give
 
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 # A join copies a huge page, and the next end within that page undoes it: it pays where the end has stayed behind it.
-STABLE_FITS = 8
+STABLE_FITS = 16
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int = ALIGNMENT) -> Tensor:

@@ -249,6 +249,8 @@ class MambaRadixCache:
         if self.split is None:
             return self.evict_pages(num_pages) and self.evict_states(num_slots)
         self._evict_until_they_fit(self.split, num_pages, num_slots)
+        if self._states.num_free < num_slots and self.split.spares(self._allocator.num_free - num_pages):
+            self.evict_states(num_slots)
         if (lacking := num_slots - self._states.num_free) > 0:
             self.split.gain_slots(lacking, num_pages)
         if (lacking := num_pages - self._allocator.num_free) > 0:
