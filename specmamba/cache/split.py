@@ -19,9 +19,8 @@ from specmamba.cache.kv_pool import KVPool, Pages
 from specmamba.cache.memory.elastic import SplitBounds
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 
-
-# Free pages are worth a move from so many on: below, the oldest state is evicted for a slot. Without this the line goes to
-# and fro between requests, with three times as many moves and copies, for half a percent more hits at the most.
+# Free pages are worth a move from so many on: below, the oldest state is evicted for a slot. Without this the line goes
+# to and fro between requests, with twice as many moves and copies, for a few tenths of a percent more hits.
 SLACK_STATES = 4
 SLACK_SHARE = 0.1  # of both pools: the most, where these are small
 
