@@ -335,7 +335,7 @@ def test_a_wide_head_drafts_the_same(tied: bool, links: str, tmp_path: Path, mon
     kept = {name: tensor for name, tensor in head.tensors.items() if "confidence" not in name}
     head = replace(head, tensors=kept)
     save_block_head(head)
-    sizes = {"hidden_factor": 4, "layers": 7, "gdn_key_dim": 20, "gdn_value_dim": 28}
+    sizes: dict[str, Any] = {"hidden_factor": 4, "layers": 7, "gdn_key_dim": 20, "gdn_value_dim": 28}
     wide = tmp_path / "wide"
     asked = InflateConfig(out=large, model=small, head=head.folder, head_out=wide, **sizes)
     inflate(asked)

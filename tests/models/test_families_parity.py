@@ -147,6 +147,31 @@ def test_text_is_that_of_plain_decoding(
             assert graphs.replay.tapes  # the steps were replayed
 
 
+@pytest.mark.fast_cases("qwen3-next", "qwen3.5-moe", "granite-hybrid")
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_steps_are_captured(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In bfloat16, plain and as chains, alone and in a batch: what was run twice is replayed whole, by native code."""
+    FAMILIES[name].build(tmp_path, seed=3)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    chain: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
+    flags = chain | MEMORY | {"speculative_adaptive": "off", "disable_radix_cache": True}
+    with LLM(model=str(tmp_path), dtype="bfloat16", **flags) as llm:
+        assert llm.engine.runner.graph_runner is not None
+        replay = llm.engine.runner.graph_runner.replay
+        assert isinstance(replay, NativeReplay)
+        for drafts in ({"speculative_algorithm": "none"}, chain):
+            llm.workbench.use_drafts(**drafts)
+            for prompts in (PROMPTS[:1], PROMPTS):
+                for _ in range(3):
+                    num_unreplayed, seconds = replay.num_unreplayed, replay.seconds
+                    llm.generate(prompts, params)
+                assert replay.num_unreplayed == num_unreplayed
+                assert replay.seconds > seconds
+        assert {name for tape in replay.tapes.values() for name in tape.python_calls} == set()
+    assert "operator by operator" not in caplog.text
+
+
 def check_variety(outputs: list[RequestOutput], deepest: int) -> None:
     """Some drafts were rejected at once, some accepted, some as deep as ``deepest``."""
     by_depth = [0] * 16
