@@ -41,7 +41,7 @@ def _run(config: AcceptanceBenchConfig) -> int:
     return 1 if any(one["lossless"] and one["lossless"]["diverged"] for one in found) else 0
 
 
-def join_lists(arguments: list[str]) -> list[str]:
+def join_lists(arguments: list[str], lists: tuple[str, ...] = LISTS) -> list[str]:
     """Join ``--sweep steps=1,2 topk=4`` into two arguments, as the parser of flags expects them."""
     joined: list[str] = []
     is_open = False
@@ -51,8 +51,8 @@ def join_lists(arguments: list[str]) -> list[str]:
             joined[-1] = f"{joined[-1]} {argument}".strip()
             continue
         joined.append(argument)
-        is_open = flag in LISTS
-        if argument in LISTS:
+        is_open = flag in lists
+        if argument in lists:
             joined.append("")
     return joined
 

@@ -1,11 +1,13 @@
 """Write a large Qwen3.5 checkpoint that computes the same function as a small one.
 
     python -m specmamba.bench.inflate --out DIR [--model CHECKPOINT] [--like qwen3.5-0.8b|qwen3.5-4b|qwen3.5-9b] [sizes]
+        [--head HEAD --head-out DIR]
 
 A small trained model has real acceptance lengths, a large one real weight and state traffic; the large checkpoint has
 both, without any download. It has more heads and neurons whose contribution is cancelled, heads and a residual that are
 widened with zeros, and layers that add nothing, in the target and in its MTP head alike. All weights without an effect
-are random, so that no traffic can be skipped. shape.py has the algebra, weights.py the rules.
+are random, so that no traffic can be skipped. shape.py has the algebra, weights.py the rules. With ``--head``, a DFlash
+or DSpark head of the small model is widened likewise, and drafts the same (heads.py).
 
 ``--like qwen3.5-0.8b`` takes the published sizes: hidden 1024, 24 layers (three delta nets, one attention), MLP 3584,
 8 query and 2 key/value heads of 256, delta nets with 16 key and 16 value heads of 128; head widths included, since
@@ -30,7 +32,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specmamba.bench.inflate.shape import FLAGS, PUBLISHED, Scales, Shape, enlarged, enlarged_config
 from specmamba.config import DEMO_MODEL, CommandLine
@@ -52,6 +54,8 @@ class InflateConfig(CommandLine):
         Literal["qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b"] | None,
         Field(description="take the sizes of a published model"),
     ] = None
+    head: Annotated[Path | None, Field(description="folder of a DFlash or DSpark head of it, to widen too")] = None
+    head_out: Annotated[Path | None, Field(description="folder to write the wide head to")] = None
     hidden_factor: Annotated[Count | None, Field(description="hidden size, as a multiple of the checkpoint's")] = None
     layers: Annotated[Count | None, Field(description="layers, in the checkpoint's pattern")] = None
     mlp: Annotated[Count | None, Field(description="intermediate size")] = None
@@ -75,6 +79,12 @@ class InflateConfig(CommandLine):
     ] = False
     max_shard_mb: Annotated[Count, Field(description="a file with more megabytes of tensors is split")] = 1000
     force: Annotated[bool, Field(description="write into a folder that is not empty, in place of its weights")] = False
+
+    @model_validator(mode="after")
+    def _heads_go_together(self) -> InflateConfig:
+        if (self.head is None) != (self.head_out is None):
+            raise ValueError("--head and --head-out: the head to widen and where to write it go together")
+        return self
 
     def sizes(self, hidden_size: int) -> dict[str, int]:
         """The requested sizes by their names in config.json; ``hidden_size``: the small model's."""
@@ -108,6 +118,7 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     import torch  # --help must not wait for it
 
     from specmamba.bench.inflate import checkpoint as files
+    from specmamba.bench.inflate.heads import inflate_head
     from specmamba.bench.inflate.weights import WeightMaker
 
     files.check_folder(config.out, config.model, config.force)
@@ -124,6 +135,8 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     if stored != torch.float32 and not config.rounded:
         scales.check_exact()
 
+    if config.head is not None and config.head_out is not None:
+        inflate_head(config.head, config.head_out, source, target, scales, config.seed)
     files.prepare_folder(config.out)
     before, writer = files.Totals(), files.ShardWriter(config.out, config.max_shard_mb * 10**6)
     for name, tensor in small.items():

@@ -193,10 +193,19 @@ def make_rules(s: Shape, scales: Scales) -> dict[str, Rule]:
 class WeightMaker:
     """Makes the large model's tensors out of the small one's."""
 
-    def __init__(self, source: Shape, target: Shape, vocab_size: int, scales: Scales, seed: int) -> None:
+    def __init__(
+        self,
+        source: Shape,
+        target: Shape,
+        vocab_size: int,
+        scales: Scales,
+        seed: int,
+        rules: Mapping[str, Rule] | None = None,
+    ) -> None:
+        """``rules``: by names without the layer; none: those of Qwen3.5's text model."""
         self._source, self._target, self._vocab_size = source, target, vocab_size
         self._scales = scales
-        self._rules = make_rules(source, scales)
+        self._rules = rules or make_rules(source, scales)
         self._generator = torch.Generator().manual_seed(seed)
 
     def tensors(
@@ -212,7 +221,7 @@ class WeightMaker:
         """
         axes = make_axes(self._source, self._target, self._vocab_size)
         for name, tensor in small.items():
-            yield name, self._make(name, tensor.float(), axes).to(self._stored(name, dtype or tensor.dtype))
+            yield name, self.make(name, tensor.float(), axes).to(self._stored(name, dtype or tensor.dtype))
         axes, made = as_noise(axes), dict[str, Tensor]()
         for i in range(len(self._source.layer_types), len(self._target.layer_types)):
             like, layer = f"model.layers.{i % self._source.period}.", f"model.layers.{i}."
@@ -221,7 +230,7 @@ class WeightMaker:
                 if old_name in made:
                     yield name, made[old_name].clone()  # files hold no tensor twice
                     continue
-                tensor = self._make(name, None, axes).to(self._stored(name, dtype or small[old_name].dtype))
+                tensor = self.make(name, None, axes).to(self._stored(name, dtype or small[old_name].dtype))
                 if repeat_noise:
                     made[old_name] = tensor
                 yield name, tensor
@@ -231,8 +240,12 @@ class WeightMaker:
         is_rescaled = isinstance(rule, Vector) and rule.scale != 1.0
         return torch.float32 if is_rescaled or name.endswith(".A_log") else dtype
 
-    def _make(self, name: str, tensor: Tensor | None, axes: Mapping[str, Axis]) -> Tensor:
-        """A tensor of the large model; ``tensor``: the small one's, None for a layer without a source."""
+    def make(self, name: str, tensor: Tensor | None, axes: Mapping[str, Axis]) -> Tensor:
+        """A tensor of the large model; ``tensor``: the small one's, None for a layer without a source.
+
+        Raises:
+            CheckpointError: no rule has this name, or the tensor another shape.
+        """
         rule = self._rules.get(_part(name))
         match rule:
             case Matrix():
@@ -254,7 +267,7 @@ class WeightMaker:
             case "embedding" if tensor is not None:  # it writes zeros to the residual's padding
                 padding = axes["hidden"].size - tensor.shape[1]
                 return F.pad(tensor * self._scales.write, (0, padding))
-        raise CheckpointError(f"the checkpoint has a tensor {name}, which Qwen3.5's text model does not have")
+        raise CheckpointError(f"the checkpoint has a tensor {name}, which no rule widens")
 
     def _matrix(self, name: str, tensor: Tensor | None, rule: Matrix, axes: Mapping[str, Axis]) -> Tensor:
         rows, columns = axes[rule.rows], axes[rule.columns]
@@ -284,7 +297,7 @@ def _rows(name: str, random: Tensor, tensor: Tensor | None, axis: Axis) -> Tenso
 
 
 def _part(name: str) -> str:
-    return re.sub(r"^(model|mtp)\.layers\.\d+\.", "", name)
+    return re.sub(r"^((model|mtp)\.)?layers\.\d+\.", "", name)
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

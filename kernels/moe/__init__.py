@@ -238,7 +238,7 @@ def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
     return torch_ops.topk_softmax_routing(logits, k)
 
 
-@operator()
+@operator(native=native_ops.can_route)
 def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
 ) -> Routing:

@@ -154,6 +154,16 @@ void moe_shares(const float* x, int64_t rows, const int64_t* live, float* y, int
   shares(x, live_rows(rows, live), y, n, num_threads);
 }
 
+// Each row of x [rows, n] over its sum, from left to right, and `tiny` -> y; `live` as above.
+void moe_normalise(const float* x, int64_t rows, const int64_t* live, float* y, int64_t n, float tiny) {
+  for (int64_t t = 0; t < live_rows(rows, live); ++t) {
+    float total = 0;
+    for (int64_t i = t * n; i < (t + 1) * n; ++i) total += x[i];
+    total += tiny;
+    for (int64_t i = t * n; i < (t + 1) * n; ++i) y[i] = x[i] / total;
+  }
+}
+
 // Sorts pairs by expert and copies the rows of x [tokens, row_bytes] that they need; experts [tokens, k].
 // False where there is no such expert: nothing is copied then.
 int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64_t tokens, const int64_t* live,
@@ -284,6 +294,7 @@ int moe_combine(const void* y, const int64_t* places, const float* weights, void
 
 SPECMAMBA_REPLAYABLE(moe_scores)
 SPECMAMBA_REPLAYABLE(moe_shares)
+SPECMAMBA_REPLAYABLE(moe_normalise)
 SPECMAMBA_REPLAYABLE(moe_dispatch)
 SPECMAMBA_REPLAYABLE(moe_multiply)
 SPECMAMBA_REPLAYABLE(moe_multiply_int8)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
-from functools import cache
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from specmamba.kernels.linear.grouped import GroupedMatrix
 from specmamba.kernels.linear.native_ops import regrouped
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
+from specmamba.kernels.moe import torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
 from specmamba.kernels.native import library
 from specmamba.kernels.native.live import is_partial, live_count
@@ -164,15 +165,32 @@ def can_route(logits: Tensor, *_: object) -> bool:
 
 
 def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
-    """Softmax in one call, which a captured step does not leave native code for; then topk."""
+    """Softmax and sums in a call each, which a captured step does not leave native code for."""
     weights, experts = _shares(logits).topk(k, -1)
-    return Routing(experts, weights / weights.sum(-1, keepdim=True) if renormalise else weights)
+    return Routing(experts, _normalised(weights, 0.0) if renormalise else weights)
 
 
 def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
     """Topk, then softmax in one call."""
     weights, experts = logits.topk(k, -1)
     return Routing(experts, _shares(weights))
+
+
+def sigmoid_routing(
+    logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
+) -> Routing:
+    """Operators that a captured step has, and weights over their sum in one call."""
+    rule = k, num_groups, topk_groups, renormalise, scale
+    return torch_ops.sigmoid_routing(logits, bias, *rule, partial(_normalised, tiny=torch_ops.TINY))
+
+
+def _normalised(x: Tensor, tiny: float) -> Tensor:
+    """Each row of [T, N] float32 over its sum and ``tiny``."""
+    x = x.contiguous()
+    y, rows = torch.empty_like(x), len(x)
+    operands = x.data_ptr(), rows, live_count(x.shape, rows), y.data_ptr(), x.shape[1], tiny
+    library.required(code()).moe_normalise(*operands)
+    return y
 
 
 def _shares(x: Tensor) -> Tensor:
@@ -266,6 +284,7 @@ def code() -> ctypes.CDLL | None:
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
         "scores": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_int, c_int],
         "shares": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
+        "normalise": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float],
         "dispatch": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int],
         "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 3],
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3],

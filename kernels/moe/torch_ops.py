@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -136,8 +138,20 @@ def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
     return Routing(experts, weights.softmax(-1))
 
 
+def normalised(weights: Tensor) -> Tensor:
+    """Each row over its sum, which may be 0."""
+    return weights / (weights.sum(-1, keepdim=True) + TINY)
+
+
 def sigmoid_routing(
-    logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    num_groups: int,
+    topk_groups: int,
+    renormalise: bool,
+    scale: float,
+    normalise: Callable[[Tensor], Tensor] = normalised,
 ) -> Routing:
     """Sigmoid; the bias only ranks."""
     scores = rowwise.sigmoid(logits)
@@ -147,14 +161,15 @@ def sigmoid_routing(
     experts = rank.topk(k, -1).indices
     weights = scores.gather(-1, experts)
     if renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = normalise(weights)
     return Routing(experts, weights * scale)
 
 
 def _of_best_groups(rank: Tensor, num_groups: int, topk_groups: int) -> Tensor:
     """[T, E], -inf for the experts of other groups."""
     grouped = rank.unflatten(-1, (num_groups, -1))
-    of_groups = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    two = grouped.topk(min(2, grouped.shape[-1]), -1).values
+    of_groups = two[..., 0] + two[..., 1] if two.shape[-1] == 2 else two[..., 0]
     best = of_groups.topk(topk_groups, -1).indices
     is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
     allowed: Tensor = grouped.masked_fill(~is_best[..., None], float("-inf")).flatten(-2)

@@ -124,6 +124,18 @@ def _clamp(out: Tensor, a: Tensor, min: Any = None, max: Any = None) -> list[Nat
     return calls if max is None else [*calls, map_call(Operation.LEAST, out, out if calls else a, max)]
 
 
+@_lowers("relu")
+def _relu(out: Tensor, a: Tensor) -> list[NativeCall]:
+    return [map_call(Operation.MOST, out, 0, a)]  # of two zeros the second one: relu keeps the sign of -0.0
+
+
+@_lowers("pow.Tensor_Scalar")
+def _square(out: Tensor, a: Tensor, exponent: Number) -> list[NativeCall]:
+    if exponent != 2:
+        raise UnsupportedError
+    return [map_call(Operation.MULTIPLY, out, a, a)]
+
+
 @_lowers("logical_not", "bitwise_not")
 def _not(out: Tensor, a: Tensor) -> list[NativeCall]:
     if out.dtype is not torch.bool:

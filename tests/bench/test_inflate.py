@@ -7,7 +7,7 @@ accepted tokens depend on the drafts of the MTP head.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from specmamba.bench.inflate.shape import PUBLISHED, Scales, Shape, copies_neede
 from specmamba.bench.inflate.weights import NOISE, grouped
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError
+from tests import blocks
+from tests.blocks import BlockFiles, BlockReference, save_block_head, write_block_head
 from tests.tiny import FULL, LINEAR, tiny_config, write_tiny_checkpoint
 
 # Rounding the tiny models' weights once more (6e-8) moves their logits by 3e-6.
@@ -322,3 +324,58 @@ def test_the_command_line(sources: dict[str, Path], tmp_path: Path, capsys: pyte
         main(arguments)
     assert exit_status.value.code == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tied", "links"), [(True, "vanilla"), (False, "")])
+def test_a_wide_head_drafts_the_same(tied: bool, links: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formulas of heads, on the features, embedding and output matrix of either target."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    write_tiny_checkpoint(small, seed=2, tie_word_embeddings=tied)
+    head = write_block_head(tmp_path / "head", small, seed=3, variant="dspark" if links else "dflash")
+    kept = {name: tensor for name, tensor in head.tensors.items() if "confidence" not in name}
+    head = replace(head, tensors=kept)
+    save_block_head(head)
+    sizes: dict[str, Any] = {"hidden_factor": 4, "layers": 7, "gdn_key_dim": 20, "gdn_value_dim": 28}
+    wide = tmp_path / "wide"
+    asked = InflateConfig(out=large, model=small, head=head.folder, head_out=wide, **sizes)
+    inflate(asked)
+    config = json.loads((wide / "config.json").read_text())
+    assert (config["hidden_size"], config["num_attention_heads"]) == (4 * 36, 4 * blocks.HEADS[0])
+    features = torch.randn(9, 2, 36, generator=torch.Generator().manual_seed(4))
+    of_small = BlockReference(head, *matrices_of(small))(features.flatten(1), 7, 4)
+    shape = Shape.of(tiny_config(tie_word_embeddings=tied))
+    scales = Scales.between(shape, enlarged(shape, asked.sizes(36)), tied)
+    assert scales.eps == 0.25
+    assert config["rms_norm_eps"] == blocks.EPS * scales.eps
+    monkeypatch.setattr(blocks, "EPS", config["rms_norm_eps"])
+    monkeypatch.setattr(blocks, "HEADS", (4 * blocks.HEADS[0], 4 * blocks.HEADS[1]))
+    written = BlockFiles(wide, config, load_file(wide / "model.safetensors"), head.variant)
+    widened = torch.nn.functional.pad(features * scales.write, (0, 108)).flatten(1)
+    of_large = BlockReference(written, *matrices_of(large))(widened, 7, 4)
+    assert relative_difference(of_large, of_small) < TOLERANCE
+    rank = kept.get("markov_head.markov_w1.weight")
+    assert rank is None or torch.equal(rank, written.tensors["markov_head.markov_w1.weight"])
+    for name, tensor in written.tensors.items():
+        assert tensor.any(-1).float().mean() >= (0.25 if name.endswith((*OUTPUTS, "fc.weight")) else 1), name
+
+
+def matrices_of(folder: Path) -> tuple[Tensor, Tensor]:
+    """Embedding and output matrix [V, H] of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    return embedding, tensors.get("lm_head.weight", embedding)
+
+
+def test_heads_that_cannot_grow_are_refused(tmp_path: Path) -> None:
+    small = write_tiny_checkpoint(tmp_path / "small", seed=2)
+    with pytest.raises(ValueError, match="go together"):
+        InflateConfig(out=tmp_path / "large", model=small, head=tmp_path)
+    asked: dict[str, Any] = {"model": small, "out": tmp_path / "large", "head_out": tmp_path / "wide", "mlp": 70}
+    head = write_block_head(tmp_path / "head", small, seed=3, variant="dflash2")
+    with pytest.raises(CheckpointError, match="DFlashDraftModel and Qwen3DSparkModel can grow"):
+        inflate(InflateConfig(head=head.folder, **asked))
+    head = write_block_head(tmp_path / "other", DEMO_MODEL, seed=3)
+    with pytest.raises(CheckpointError, match="drafts for a hidden size of 256, not 36"):
+        inflate(InflateConfig(head=head.folder, **asked))
+    assert not (tmp_path / "wide").exists()
+    assert not (tmp_path / "large").exists()

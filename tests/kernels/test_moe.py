@@ -413,6 +413,22 @@ class TestRouting:
         unbiased = torch_ops.sigmoid_routing(logits, torch.zeros(12), *rule)
         assert k == 12 or not torch.equal(got.experts.sort(-1).values, unbiased.experts.sort(-1).values)
 
+    @pytest.mark.usefixtures("needs_native")
+    @pytest.mark.parametrize(("num_groups", "topk_groups", "k"), [(1, 1, 5), (4, 2, 3), (12, 2, 2), (4, 4, 12)])
+    def test_sigmoid_in_native_code(self, num_groups: int, topk_groups: int, k: int) -> None:
+        """Also of a token whose experts all say 0; a token's bits do not depend on the others."""
+        logits, bias = 2 * normal(20, 12, seed=3), 0.5 * normal(12, seed=4)
+        logits[3] = -200.0
+        for renormalise in (True, False):
+            rule = (k, num_groups, topk_groups, renormalise, 2.5)
+            got = native_ops.sigmoid_routing(logits, bias, *rule)
+            others = [row for row in range(20) if row != 3]  # where float32 has only zeros
+            expected = reference.sigmoid_routing(logits[others], bias, *rule)
+            self.assert_same(Routing(got.experts[others], got.weights[others]), expected)
+            assert not got.weights[3].any()
+            alone = native_ops.sigmoid_routing(logits[5:6], bias, *rule)
+            assert torch.equal(alone.weights[0], got.weights[5])
+
     def test_what_is_no_number(self) -> None:
         """Padding may hold anything: it goes to some experts, and no other token feels it."""
         logits, bias = normal(6, 12, seed=5), normal(12, seed=6)

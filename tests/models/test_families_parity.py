@@ -1,5 +1,5 @@
 """Whatever drafts and whatever keeps the states, alone or in a batch, cold or behind a cached prefix: every family's
-greedy text is that of plain decoding, in float32.
+greedy text is that of plain decoding, in float32. ``test_families_short_of_memory`` evicts and preempts.
 
 What keeps states and what drafts know nothing of each other's family: CI runs each pair of family, drafter and state
 at least once, ``SPECMAMBA_TEST_FULL=1`` all three together.
@@ -31,7 +31,7 @@ NUM_TOKENS = 24
 MEMORY: dict[str, Any] = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 4}
 TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
 NOISE = 0.01  # of a draft model's weights: it guesses right mostly, and not always
-DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model", "adaptive", "block", "suffix")
+DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model", "adaptive", "block", "suffix", "draft-model tree")
 # "replayed": three requests in a bucket of four, on inputs that stay, with the shapes that a captured step has
 STATES = ("records", "snapshots", "records replayed")
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
@@ -60,8 +60,11 @@ class Family:
 
     def check(self, outputs: list[RequestOutput]) -> None:
         """Fail unless the answers to the first prompts are those of plain decoding."""
-        got, count = [output.token_ids for output in outputs], len(outputs)
-        assert_same_greedy_texts(got, self.texts[:count], PROMPTS[:count], self.plain)
+        self.check_texts([output.token_ids for output in outputs])
+
+    def check_texts(self, got: list[tuple[int, ...]]) -> None:
+        """The same for texts alone."""
+        assert_same_greedy_texts(got, self.texts[: len(got)], PROMPTS[: len(got)], self.plain)
 
     def flags(self, drafter: str) -> dict[str, Any]:
         if drafter == "plain":
@@ -70,8 +73,9 @@ class Family:
             return {"speculative_algorithm": drafter}
         if drafter == "block":
             return {"speculative_algorithm": "dflash", "speculative_draft_model_path": str(self.block), **TREE}
-        if drafter == "draft-model":
-            return {"speculative_algorithm": drafter, "speculative_draft_model_path": str(self.draft_model)}
+        if drafter.startswith("draft-model"):
+            of_model = {"speculative_algorithm": "draft-model", "speculative_draft_model_path": str(self.draft_model)}
+            return of_model | (TREE if drafter.endswith("tree") else {})
         shape = TREE if drafter == "tree" else {"speculative_num_steps": 3}
         if drafter == "adaptive":  # with decisions at random
             shape = {"speculative_adaptive": "auto"}
@@ -108,7 +112,7 @@ def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
     return llm.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))[0]
 
 
-@pytest.mark.fast_cases(20)  # every family and every drafter at least twice
+@pytest.mark.fast_cases(21)  # every family, every drafter twice, every state
 @pytest.mark.parametrize(("family", "drafter", "state"), CASES, indirect=["family"])
 def test_text_is_that_of_plain_decoding(
     family: Family, drafter: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +145,31 @@ def test_text_is_that_of_plain_decoding(
             check_variety(outputs, 1 if drafter == "adaptive" else 2)
         if graphs is not None and isinstance(graphs.replay, NativeReplay):
             assert graphs.replay.tapes  # the steps were replayed
+
+
+@pytest.mark.fast_cases("qwen3-next", "qwen3.5-moe", "granite-hybrid")
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_steps_are_captured(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In bfloat16, plain and as chains, alone and in a batch: what was run twice is replayed whole, by native code."""
+    FAMILIES[name].build(tmp_path, seed=3)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    chain: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
+    flags = chain | MEMORY | {"speculative_adaptive": "off", "disable_radix_cache": True}
+    with LLM(model=str(tmp_path), dtype="bfloat16", **flags) as llm:
+        assert llm.engine.runner.graph_runner is not None
+        replay = llm.engine.runner.graph_runner.replay
+        assert isinstance(replay, NativeReplay)
+        for drafts in ({"speculative_algorithm": "none"}, chain):
+            llm.workbench.use_drafts(**drafts)
+            for prompts in (PROMPTS[:1], PROMPTS):
+                for _ in range(3):
+                    num_unreplayed, seconds = replay.num_unreplayed, replay.seconds
+                    llm.generate(prompts, params)
+                assert replay.num_unreplayed == num_unreplayed
+                assert replay.seconds > seconds
+        assert {name for tape in replay.tapes.values() for name in tape.python_calls} == set()
+    assert "operator by operator" not in caplog.text
 
 
 def check_variety(outputs: list[RequestOutput], deepest: int) -> None:

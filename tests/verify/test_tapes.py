@@ -47,6 +47,13 @@ FUNCTIONS: dict[str, Function] = {
         x["i"].maximum(x["j"]),
         x["f"].masked_fill(x["m"], -torch.inf),
     ),
+    "activations": lambda x: (
+        x["f"].relu(),
+        (x["b"] * 0).relu(),
+        x["i"].relu(),
+        x["f"].square(),
+        x["b"].relu().square(),
+    ),
     "choices": lambda x: (
         torch.where(x["m"], x["f"], x["g"]),
         torch.where(x["m"], x["i"], -1),

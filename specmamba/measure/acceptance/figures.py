@@ -12,7 +12,7 @@
   the mean time of these steps; medians over rounds. For a batch of 1 that is tokens over the time of all steps. They
   do not include prefill, the host's work between two steps (queues, text), and batches that are not full.
 - ``speedup``: median over rounds of the ratio of the two within a round; ``speedup_range`` is the smallest and the
-  largest. ``end_to_end_speedup`` is the same for whole calls, which include everything.
+  largest. ``end_to_end_speedup`` and its range are the same for whole calls, which include everything.
 - ``break_even_accept_length``: mean time of a speculative step over that of a plain one: below this acceptance length
   drafting costs time.
 - ``lossless``: prompts by how their text compares with the plain one: the same, different by near ties only, or
@@ -200,6 +200,7 @@ def _speeds(plain: Rounds, rounds: Rounds, batch_size: int) -> dict[str, Any]:
         "speedup": round(statistics.median(ratios), 3),
         "speedup_range": [round(min(ratios), 3), round(max(ratios), 3)],
         "end_to_end_speedup": round(statistics.median(whole), 3),
+        "end_to_end_speedup_range": [round(min(whole), 3), round(max(whole), 3)],
     }
 
 
