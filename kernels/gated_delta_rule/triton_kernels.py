@@ -59,15 +59,15 @@ def join_inverses(result, system, rows, columns, LEVEL: tl.constexpr, PARTS: tl.
 
 
 @triton.jit
-def decays(log_decay, precedes):
+def decays(log_decay, precedes, PARTS: tl.constexpr):
     """Decay from token j to token i of a chunk where j precedes i, else 0; ``log_decay``: tokens' own.
 
     What lies between the two is summed up, and is no difference of sums: behind a strong decay these have lost the
     digits of weak ones.
     """
     at = tl.arange(0, log_decay.shape[0])
-    lies_behind = tl.where(at[:, None] > at[None, :], 1.0, 0.0)
-    between = tl.dot(tl.where(precedes, log_decay[None, :], 0.0), lies_behind, input_precision="ieee")
+    own = tl.where(precedes, log_decay[None, :], 0.0)
+    between = add_sums(tl.zeros(precedes.shape, tl.float32), own, at[:, None] > at[None, :], PARTS)
     return tl.where(precedes, tl.exp(between), 0.0)
 
 
@@ -320,7 +320,7 @@ def tree_kernel(
             q_read = add_product(q_read, q_old, update, PARTS)
             k_read = add_product(k_read, k_old, update, PARTS)
 
-    # side by side in a thread: of 16 bits, eight leave too few registers in two warps; four are more instructions in one
+    # side by side in a thread: of 16 bits, eight leave too few registers in two warps; four take longer in one
     of_values = tl.max_contiguous(at_v, 4 if BLOCK_VALUES > 32 else 8)
     for first in range(0, KEY_DIM, BLOCK_KEYS):
         at_k = first + tl.arange(0, BLOCK_KEYS)
@@ -683,7 +683,8 @@ def extend_kernel(
         q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at[:, None] * q_token_stride
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[:, None] * k_token_stride
         v_at = v + row * v_row_stride + head * v_head_stride + at[:, None] * v_token_stride
-        v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
+        if PARTS == "none":  # otherwise as late as can be: no registers are left
+            v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
         g_chunk = tl.load(g + token, mask=is_token, other=0.0)
         beta_chunk = tl.load(beta + token, mask=is_token, other=0.0)
         log_decay = tl.sum(tl.where(is_below, g_chunk[None, :], 0.0), 1)
@@ -693,27 +694,34 @@ def extend_kernel(
         k_read = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
         q_k = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
         k_k = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
-        for first_key in range(0, KEY_DIM, BLOCK_KEYS):
-            at_k = first_key + tl.arange(0, BLOCK_KEYS)
+        if PARTS != "none":  # before the state is read: together they spill registers
+            q_k, k_k = add_grams(q_k, k_k, q_at, k_at, is_token, KEY_DIM, BLOCK_KEYS, PARTS)
+            between, system = chunk_system(k_k, g_chunk, beta_chunk, is_below, PARTS)
+            q_k *= between
+        for first_again in range(0, KEY_DIM, BLOCK_KEYS):
+            at_k = first_again + tl.arange(0, BLOCK_KEYS)
             is_k = at_k < KEY_DIM
             in_keys, in_state = is_token[:, None] & is_k[None, :], is_k[:, None] & is_v[None, :]
             state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
             q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
             k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
-            q_read += product(q_part, state, PARTS)
-            k_read += product(k_part, state, PARTS)
-            q_k += product(q_part, tl.trans(k_part), PARTS)
-            k_k += product(k_part, tl.trans(k_part), PARTS)
+            q_read = add_product(q_read, q_part, state, PARTS)
+            k_read = add_product(k_read, k_part, state, PARTS)
+            if PARTS == "none":
+                q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
+                k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
 
-        between = decays(g_chunk, is_below)
         of_state = tl.exp(log_decay)[:, None]
-        system = tl.where(at_c[:, None] > at_c[None, :], beta_chunk[:, None] * k_k * between, 0.0)
+        if PARTS != "none":
+            v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
         u = beta_chunk[:, None] * (v_chunk - of_state * k_read)
         if PARTS != "none":
-            u = product(inverse(system, PARTS), finite(u), PARTS) + u * 0.0  # what is not finite stays in its row
+            u = product(system, finite(u), PARTS) + u * 0.0  # what is not finite stays in its row
         else:
+            between, system = chunk_system(k_k, g_chunk, beta_chunk, is_below, PARTS)
             u = solve(system, u, BLOCK_TOKENS - 1)
-        result = of_state * q_read + product(q_k * between, u, PARTS)
+            q_k *= between
+        result = of_state * q_read + product(q_k, u, PARTS)
         tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], result, mask=in_values)
 
         tl.debug_barrier()  # all threads have read the state
@@ -725,7 +733,7 @@ def extend_kernel(
             k_turned = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[None, :] * k_token_stride
             k_part = tl.load(k_turned + at_k[:, None], mask=is_k[:, None] & is_token[None, :], other=0.0)
             state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
-            state = whole * state + product(k_part * to_last[None, :], u, PARTS)
+            state = add_product(whole * state, k_part * to_last[None, :], u, PARTS)
             tl.store(state_at + at_k[:, None] * key_stride, state, mask=in_state)
         tl.debug_barrier()
     if work is not None:
@@ -737,6 +745,30 @@ def extend_kernel(
         in_values = (at < num_tokens)[:, None] & is_v[None, :]
         zeros = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
         tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], zeros, mask=in_values)
+
+
+@triton.jit
+def add_grams(q_k, k_k, q_at, k_at, is_token, KEY_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, PARTS: tl.constexpr):
+    """Q K^T and K K^T of a chunk's tokens, of which ``q_at`` and ``k_at`` [tokens, 1] are the first keys, added up."""
+    for first_key in range(0, KEY_DIM, BLOCK_KEYS):
+        at_k = first_key + tl.arange(0, BLOCK_KEYS)
+        in_keys = is_token[:, None] & (at_k < KEY_DIM)[None, :]
+        q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
+        k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
+        q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
+        k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
+    return q_k, k_k
+
+
+@triton.jit
+def chunk_system(k_k, g_chunk, beta_chunk, is_below, PARTS: tl.constexpr):
+    """Decays between a chunk's tokens, and the system of their updates: its inverse where products are not exact."""
+    at = tl.arange(0, k_k.shape[0])
+    between = decays(g_chunk, is_below, PARTS)
+    system = tl.where(at[:, None] > at[None, :], beta_chunk[:, None] * k_k * between, 0.0)
+    if PARTS != "none":
+        system = inverse(system, PARTS)
+    return between, system
 
 
 @triton.jit
