@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specmamba.kernels.causal_conv1d import triton_kernels as kernels
-from specmamba.kernels.gpu import Variant, next_power_of_2
+from specmamba.kernels.gpu import Registers, Variant, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,25 @@ class Tile:
     channels: int
     num_warps: int
     num_stages: int = 1  # nothing to run ahead of: the loops are unrolled
+    registers: Registers | None = None
 
 
 # By tokens: chosen, not measured. A thread has 4 to 8 sums, what a warp reads of a token are whole sectors of 32 bytes,
 # and one row of a layer of 8192 channels has some hundred programs.
 _TILES = (Tile(1, 128, 1), Tile(8, 64, 2), Tile(16, 64, 8))
+_TWO_BLOCKS = Registers(128)  # of eight warps on a multiprocessor: ptxas of CUDA 12.8 spills trees for more, untold
 WINDOW_TILE = Tile(1, 256, 2)
 
 
 def tile_for(num_tokens: int) -> Tile:
     """Choose the tile for the nodes of a tree or the tokens of a run; where one is too small, programs take several."""
     return next((tile for tile in _TILES if num_tokens <= tile.tokens), _TILES[-1])
+
+
+def tree_tile(num_nodes: int) -> Tile:
+    """Choose the tile for trees whose inputs are kept, which may fold: the largest has a limit of registers."""
+    tile = tile_for(num_nodes)
+    return replace(tile, registers=_TWO_BLOCKS) if tile.num_warps == 8 else tile
 
 
 def constexprs(tile: Tile, width: int, num_channels: int, tokens: str) -> dict[str, int]:
@@ -89,10 +97,15 @@ def _variant(
         gates: their type, as in LFM2; None: there are none.
     """
     width, channels = (4, 8192) if gates is None else (3, 2048)
-    tile = WINDOW_TILE if tokens is None else tile_for(tokens)
+    tile = tile_for(tokens or 1)
+    if kernel is kernels.tree_in_place_kernel:
+        tile = tree_tile(tokens or 1)
+    elif tokens is None:
+        tile = WINDOW_TILE
     sizes = {"WIDTH": width, "BLOCK_C": tile.channels} if tokens is None else constexprs(tile, width, channels, blocks)
     pointers |= {"y": gates or "fp32"} | ({} if gates is None else {"in_gate": gates, "gate": gates})
     absent = {"bias", "windows", "num_pending", "folds", "in_gate", "gate"} - pointers.keys()
     constants: dict[str, Any] = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
     types = {x: f"*{of}" for x, of in pointers.items()}
-    return Variant.of(name + " gated" * (gates is not None), kernel, types, constants, tile)
+    made = Variant.of(name + " gated" * (gates is not None), kernel, types, constants, tile)
+    return replace(made, registers=tile.registers)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.causal_conv1d import triton_kernels as kernels
-from specmamba.kernels.causal_conv1d.tiles import WINDOW_TILE, constexprs, tile_for
-from specmamba.kernels.gpu import dense, next_power_of_2, num_blocks
+from specmamba.kernels.causal_conv1d.tiles import WINDOW_TILE, constexprs, tile_for, tree_tile
+from specmamba.kernels.gpu import dense, next_power_of_2, num_blocks, register_options
 from specmamba.kernels.state_records.operands import Buffers, RecordOperands, SnapshotOperands, StateOperands, Trees
 
 Gates = tuple[Tensor, Tensor]  # of inputs and of outputs, parts of the same projection as the inputs
@@ -62,7 +62,7 @@ def tree_verify_in_place(
     stored, windows = buffers.conv_inputs, buffers.windows if trees.folds is not None else None
     assert trees.folds is None or windows is not None, "rows that fold need a pool of windows"
     assert all(x.stride(2) == 1 for x in (stored, windows) if x is not None), "channels must be contiguous"
-    tile = tile_for(nodes)
+    tile = tree_tile(nodes)
     sizes = constexprs(tile, weight.shape[1], channels, "N")
     slot_strides = (0, 0) if windows is None else windows.stride()[:2]
     kernels.tree_in_place_kernel[(batch, num_blocks(channels, sizes["BLOCK_C"]))](
@@ -72,6 +72,7 @@ def tree_verify_in_place(
         **sizes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **register_options(tile.registers, y.device),
     )
     return y
 

@@ -62,17 +62,19 @@ def chain_tile(key_dim: int, value_dim: int) -> Tile:
 def tree_tile(num_nodes: int, value_dim: int, is_exact: bool = True, num_states: int = MANY_STATES) -> Tile:
     """Choose the tile for larger trees: nodes stay in registers, 16 keys of the state at a time; with 32 they spill.
 
-    Products that are not exact run on tensor cores, where a warp has 16 nodes: more warps would repeat its products.
-    ``num_states``: heads of all rows. On an H200, of blocks of 16, 32 and 64 values and 1, 2 and 4 warps, those of 64
-    on one warp took two thirds of the time of the next for 1024 states and more, and 1.1 times that of 32 for 32.
+    Products that are not exact run on tensor cores, where a warp has 16 nodes: more warps repeat its products, but for
+    64 values one warp takes up to 240 registers, and with fewer it spills. On sm_90 two need 31,000 instructions for a
+    head of 128 values and 16 nodes, one warp with 32 values 37,400. ``num_states``: heads of all rows.
     """
     nodes = block(num_nodes)
     if nodes > 32:
         return Tile(nodes, 16, 16, num_warps=8)
     if is_exact:
         return Tile(nodes, 16, block(value_dim, 32), num_warps=4)
-    values = 64 if nodes == 16 and num_states >= MANY_STATES else 32
-    return Tile(nodes, 16, block(value_dim, values), num_warps=nodes // 16)
+    if nodes > 16:
+        return Tile(nodes, 16, block(value_dim, 32), num_warps=2)
+    values = block(value_dim, 64 if num_states >= MANY_STATES else 32)
+    return Tile(nodes, 16, values, num_warps=max(1, values // 32), registers=Registers(ROOM))
 
 
 def channel_tile(key_dim: int, value_dim: int, num_nodes: int = 1) -> Tile:
@@ -89,12 +91,13 @@ def channel_products_tile(key_dim: int) -> tiles.Tile:
     return replace(chunks_tile(key_dim, key_dim), keys=16, num_warps=2)
 
 
-def extend_tile(key_dim: int, value_dim: int) -> Tile:
+def extend_tile(key_dim: int, value_dim: int, is_exact: bool = True) -> Tile:
     """Choose the tile for known tokens: 32 at a time.
 
-    Products in parts spill registers in it, and of 14 tiles on an H200 it was the fastest all the same.
+    With 32 keys products in parts spill registers. On an H200 that was the fastest of 14 tiles all the same, when keys
+    were multiplied with each other where the state is read; 16 keys, and a loop of their own, were not timed.
     """
-    return Tile(32, block(key_dim, 32), block(value_dim, 32), num_warps=4)
+    return Tile(32, block(key_dim, 32 if is_exact else 16), block(value_dim, 32), num_warps=4)
 
 
 def constexprs(
@@ -161,7 +164,7 @@ def _prompt_variants() -> list[Variant]:
 
 
 def _extend_variant(state_dtype: str, key_dim: int, is_exact: bool = True) -> Variant:
-    tile, name = extend_tile(key_dim, 128), "extend" if is_exact else "extend split"
+    tile, name = extend_tile(key_dim, 128, is_exact), "extend" if is_exact else "extend split"
     made = _variant(name, kernels.extend_kernel, tile, state_dtype, key_dim, is_exact=is_exact)
     sizes = {"length": COUNTED_TOKENS, "num_tokens": COUNTED_TOKENS, "num_keys": key_dim, "num_steps": tile.tokens - 1}
     return replace(made, work=Work(grid_of(tile, 1, 1, 128)[0], sizes))

@@ -6,6 +6,8 @@ import triton.language as tl
 from specmamba.kernels.state_records.triton_kernels import (
     add_ahead,
     add_one_by_one,
+    add_product,
+    add_sums,
     advance,
     as_stored,
     decay_behind,
@@ -57,20 +59,22 @@ def join_inverses(result, system, rows, columns, LEVEL: tl.constexpr, PARTS: tl.
 
 
 @triton.jit
-def decays(log_decay, precedes):
+def decays(log_decay, precedes, PARTS: tl.constexpr):
     """Decay from token j to token i of a chunk where j precedes i, else 0; ``log_decay``: tokens' own.
 
     What lies between the two is summed up, and is no difference of sums: behind a strong decay these have lost the
     digits of weak ones.
     """
     at = tl.arange(0, log_decay.shape[0])
-    lies_behind = tl.where(at[:, None] > at[None, :], 1.0, 0.0)
-    between = tl.dot(tl.where(precedes, log_decay[None, :], 0.0), lies_behind, input_precision="ieee")
+    own = tl.where(precedes, log_decay[None, :], 0.0)
+    between = add_sums(tl.zeros(precedes.shape, tl.float32), own, at[:, None] > at[None, :], PARTS)
     return tl.where(precedes, tl.exp(between), 0.0)
 
 
 @triton.jit
-def tree_decays(g, num_heads, ancestors, node_stride, sees, num_nodes, BLOCK_RECORDS: tl.constexpr):
+def tree_decays(
+    g, num_heads, ancestors, node_stride, sees, num_nodes, BLOCK_RECORDS: tl.constexpr, PARTS: tl.constexpr
+):
     """The same between nodes of a tree, of which ``sees`` [I, J] says which precede; BLOCK_RECORDS nodes at a time.
 
     ``g``: the first node's log decay, of one head; ``ancestors``: of one row.
@@ -88,7 +92,7 @@ def tree_decays(g, num_heads, ancestors, node_stride, sees, num_nodes, BLOCK_REC
         lies_behind = tl.load(behind_at, mask=is_node[:, None] & is_n[None, :], other=0) != 0
         lies_behind &= at[:, None] != at_n[None, :]
         own_on_path = tl.where(is_on_path, own[None, :], 0.0)
-        between += tl.dot(own_on_path, tl.where(lies_behind, 1.0, 0.0), input_precision="ieee")
+        between = add_sums(between, own_on_path, lies_behind, PARTS)
     return tl.where(sees, tl.exp(between), 0.0)
 
 
@@ -275,10 +279,10 @@ def tree_kernel(
     at_n, at_v = tl.arange(0, BLOCK_NODES), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     is_n, is_v = at_n < num_nodes, at_v < VALUE_DIM
     in_values = is_n[:, None] & is_v[None, :]
-    token = (row * num_nodes + at_n) * num_heads + head
-    out_at = out + token[:, None] * VALUE_DIM + at_v[None, :]
+    token = row * num_nodes * num_heads + head  # of the first node
     slot, ring = tl.load(slots + row), tl.load(rows + row)
     if slot == padding_slot:
+        out_at = out + token * VALUE_DIM + at_n[:, None] * (num_heads * VALUE_DIM) + at_v[None, :]
         tl.store(out_at, tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32), mask=in_values)
         return
     keys = records_k + ring * keys_row_stride + (head // GROUP) * keys_head_stride
@@ -289,13 +293,6 @@ def tree_kernel(
     is_folded = False
     if folds is not None:
         is_folded = tl.load(folds + row) & (count > 0)
-    record = node_offset + at_n
-
-    seen_at = ancestors + row * ancestors_row_stride + at_n[:, None] * ancestors_node_stride + at_n[None, :]
-    sees = tl.load(seen_at, mask=is_n[:, None] & is_n[None, :], other=0) != 0
-    g_raw, beta_raw = tl.load(g + token, mask=is_n, other=0.0), tl.load(beta + token, mask=is_n, other=0.0)
-    flaws = (g_raw + beta_raw) * 0.0  # NaN where something is not finite
-    log_decay = tl.sum(tl.where(sees, finite(g_raw)[None, :], 0.0), 1)  # from the pending records on
 
     q_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
     k_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
@@ -316,22 +313,20 @@ def tree_kernel(
                 old_at = keys + at[:, None] * keys_record_stride + at_k[None, :]
                 old = tl.trans(tl.load(old_at, mask=is_pending[:, None] & is_k[None, :], other=0.0))
                 in_keys = is_n[:, None] & is_k[None, :]
-                q_old += product(tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
-                k_old += product(tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
+                q_old = add_product(q_old, tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
+                k_old = add_product(k_old, tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
             update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
             update = tl.load(update_at, mask=is_pending[:, None] & is_v[None, :], other=0.0) * weight[:, None]
-            q_read += product(q_old, update, PARTS)
-            k_read += product(k_old, update, PARTS)
+            q_read = add_product(q_read, q_old, update, PARTS)
+            k_read = add_product(k_read, k_old, update, PARTS)
 
-    q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
-    k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
-    num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # written by the first of the programs that hold them all
-    is_kept = at_n < tl.where(head % GROUP == 0, num_kept, 0)
+    # side by side in a thread: of 16 bits, eight leave too few registers in two warps; four take longer in one
+    of_values = tl.max_contiguous(at_v, 4 if BLOCK_VALUES > 32 else 8)
     for first in range(0, KEY_DIM, BLOCK_KEYS):
         at_k = first + tl.arange(0, BLOCK_KEYS)
         is_k = at_k < KEY_DIM
         state_at = states + slot * state_slot_stride + head * state_head_stride
-        state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+        state_at += at_k[:, None] * state_key_stride + of_values[None, :]
         in_state = is_k[:, None] & is_v[None, :]
         state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32)
         if PARTS != "none":  # pending records are read beside the state, unless they go into it: that is exact
@@ -379,16 +374,35 @@ def tree_kernel(
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
         q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
         k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
+        q_read = add_product(q_read, q_part, state, PARTS)
+        k_read = add_product(k_read, k_part, state, PARTS)
+
+    q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
+    k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
+    num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # written by the first of the programs that hold them all
+    is_kept = at_n < tl.where(head % GROUP == 0, num_kept, 0)
+    record = node_offset + at_n
+    for first_again in range(0, KEY_DIM, BLOCK_KEYS):  # in a loop of its own: registers are needed for the state
+        at_k = first_again + tl.arange(0, BLOCK_KEYS)
+        is_k = at_k < KEY_DIM
+        in_keys = is_n[:, None] & is_k[None, :]
+        q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
+        k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
+        q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
+        k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
         kept_at = keys + record[:, None] * keys_record_stride + at_k[None, :]
         tl.store(kept_at, finite(k_part), mask=in_keys & is_kept[:, None])
-        q_read += product(q_part, state, PARTS)
-        k_read += product(k_part, state, PARTS)
-        q_k += product(q_part, tl.trans(k_part), PARTS)
-        k_k += product(k_part, tl.trans(k_part), PARTS)
+        q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
+        k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
 
     of_row = ancestors + row * ancestors_row_stride
-    g_of_row = g + row * num_nodes * num_heads + head
-    between = tree_decays(g_of_row, num_heads, of_row, ancestors_node_stride, sees, num_nodes, BLOCK_RECORDS)
+    seen_at = of_row + at_n[:, None] * ancestors_node_stride + at_n[None, :]
+    sees = tl.load(seen_at, mask=is_n[:, None] & is_n[None, :], other=0) != 0
+    g_raw = tl.load(g + token + at_n * num_heads, mask=is_n, other=0.0)
+    beta_raw = tl.load(beta + token + at_n * num_heads, mask=is_n, other=0.0)
+    flaws = (g_raw + beta_raw) * 0.0  # NaN where something is not finite
+    log_decay = tl.sum(tl.where(sees, finite(g_raw)[None, :], 0.0), 1)  # from the pending records on
+    between = tree_decays(g + token, num_heads, of_row, ancestors_node_stride, sees, num_nodes, BLOCK_RECORDS, PARTS)
     of_state = tl.exp(log_decay)[:, None]
     v_at = v + row * v_row_stride + head * v_head_stride + at_n[:, None] * v_node_stride + at_v[None, :]
     u = finite(beta_raw)[:, None] * (tl.load(v_at, mask=in_values, other=0.0) - of_state * k_read)
@@ -406,6 +420,7 @@ def tree_kernel(
 
     result = of_state * q_read + product(tl.where(sees, finite(q_k) * between, 0.0), u, PARTS)
     affected = tl.sum(tl.where(sees, flaws[None, :], 0.0), 1)
+    out_at = out + token * VALUE_DIM + at_n[:, None] * (num_heads * VALUE_DIM) + at_v[None, :]
     tl.store(out_at, tl.where(affected[:, None] > 0, float("nan"), result), mask=in_values)
 
 
@@ -668,7 +683,8 @@ def extend_kernel(
         q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at[:, None] * q_token_stride
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[:, None] * k_token_stride
         v_at = v + row * v_row_stride + head * v_head_stride + at[:, None] * v_token_stride
-        v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
+        if PARTS == "none":  # otherwise as late as can be: no registers are left
+            v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
         g_chunk = tl.load(g + token, mask=is_token, other=0.0)
         beta_chunk = tl.load(beta + token, mask=is_token, other=0.0)
         log_decay = tl.sum(tl.where(is_below, g_chunk[None, :], 0.0), 1)
@@ -678,27 +694,34 @@ def extend_kernel(
         k_read = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
         q_k = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
         k_k = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
-        for first_key in range(0, KEY_DIM, BLOCK_KEYS):
-            at_k = first_key + tl.arange(0, BLOCK_KEYS)
+        if PARTS != "none":  # before the state is read: together they spill registers
+            q_k, k_k = add_grams(q_k, k_k, q_at, k_at, is_token, KEY_DIM, BLOCK_KEYS, PARTS)
+            between, system = chunk_system(k_k, g_chunk, beta_chunk, is_below, PARTS)
+            q_k *= between
+        for first_again in range(0, KEY_DIM, BLOCK_KEYS):
+            at_k = first_again + tl.arange(0, BLOCK_KEYS)
             is_k = at_k < KEY_DIM
             in_keys, in_state = is_token[:, None] & is_k[None, :], is_k[:, None] & is_v[None, :]
             state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
             q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
             k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
-            q_read += product(q_part, state, PARTS)
-            k_read += product(k_part, state, PARTS)
-            q_k += product(q_part, tl.trans(k_part), PARTS)
-            k_k += product(k_part, tl.trans(k_part), PARTS)
+            q_read = add_product(q_read, q_part, state, PARTS)
+            k_read = add_product(k_read, k_part, state, PARTS)
+            if PARTS == "none":
+                q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
+                k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
 
-        between = decays(g_chunk, is_below)
         of_state = tl.exp(log_decay)[:, None]
-        system = tl.where(at_c[:, None] > at_c[None, :], beta_chunk[:, None] * k_k * between, 0.0)
+        if PARTS != "none":
+            v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
         u = beta_chunk[:, None] * (v_chunk - of_state * k_read)
         if PARTS != "none":
-            u = product(inverse(system, PARTS), finite(u), PARTS) + u * 0.0  # what is not finite stays in its row
+            u = product(system, finite(u), PARTS) + u * 0.0  # what is not finite stays in its row
         else:
+            between, system = chunk_system(k_k, g_chunk, beta_chunk, is_below, PARTS)
             u = solve(system, u, BLOCK_TOKENS - 1)
-        result = of_state * q_read + product(q_k * between, u, PARTS)
+            q_k *= between
+        result = of_state * q_read + product(q_k, u, PARTS)
         tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], result, mask=in_values)
 
         tl.debug_barrier()  # all threads have read the state
@@ -710,7 +733,7 @@ def extend_kernel(
             k_turned = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[None, :] * k_token_stride
             k_part = tl.load(k_turned + at_k[:, None], mask=is_k[:, None] & is_token[None, :], other=0.0)
             state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
-            state = whole * state + product(k_part * to_last[None, :], u, PARTS)
+            state = add_product(whole * state, k_part * to_last[None, :], u, PARTS)
             tl.store(state_at + at_k[:, None] * key_stride, state, mask=in_state)
         tl.debug_barrier()
     if work is not None:
@@ -722,6 +745,30 @@ def extend_kernel(
         in_values = (at < num_tokens)[:, None] & is_v[None, :]
         zeros = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
         tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], zeros, mask=in_values)
+
+
+@triton.jit
+def add_grams(q_k, k_k, q_at, k_at, is_token, KEY_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, PARTS: tl.constexpr):
+    """Q K^T and K K^T of a chunk's tokens, of which ``q_at`` and ``k_at`` [tokens, 1] are the first keys, added up."""
+    for first_key in range(0, KEY_DIM, BLOCK_KEYS):
+        at_k = first_key + tl.arange(0, BLOCK_KEYS)
+        in_keys = is_token[:, None] & (at_k < KEY_DIM)[None, :]
+        q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
+        k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
+        q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
+        k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
+    return q_k, k_k
+
+
+@triton.jit
+def chunk_system(k_k, g_chunk, beta_chunk, is_below, PARTS: tl.constexpr):
+    """Decays between a chunk's tokens, and the system of their updates: its inverse where products are not exact."""
+    at = tl.arange(0, k_k.shape[0])
+    between = decays(g_chunk, is_below, PARTS)
+    system = tl.where(at[:, None] > at[None, :], beta_chunk[:, None] * k_k * between, 0.0)
+    if PARTS != "none":
+        system = inverse(system, PARTS)
+    return between, system
 
 
 @triton.jit

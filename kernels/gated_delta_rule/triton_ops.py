@@ -145,7 +145,7 @@ def extend_in_place(
     if g.dim() == 4:
         kernel, tile = channels.channel_extend_kernel, channel_tile(key_dim, value_dim)
     else:
-        kernel, tile = kernels.extend_kernel, extend_tile(key_dim, value_dim)
+        kernel, tile = kernels.extend_kernel, extend_tile(key_dim, value_dim, parts == "none")
         work = (_work_of(states, batch),)
     kernel[grid_of(tile, batch, heads, value_dim)](
         *(q, k, v, g, beta, out, states, *work, slots, lengths, num_tokens),

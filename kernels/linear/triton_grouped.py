@@ -47,6 +47,10 @@ class CodesKind:
         """Inputs of a block of bytes."""
         return self.block * (8 // self.bits)
 
+    def most_outputs(self, rows: int) -> int:
+        """Of a program of four warps in 16 bits: with 64 rows and 64 of them minima of 4-bit codes spill registers."""
+        return 32 if rows == FEW_ROWS and self.has_minimum and self.bits == 4 else 64
+
     def of_codes(self) -> dict[str, Any]:
         """Constants of ``take_rows``."""
         return {"BITS": self.bits, "GROUP": self.group, "IS_E4M3": self.is_e4m3, "BLOCK_K": self.block}
@@ -132,7 +136,8 @@ def multiply(x: Tensor, blocks: CodeBlocks) -> Tensor:
     if not m:
         return y
     x = dense(x)
-    tile, kind = codes_tile(x.dtype, m, n), blocks.kind
+    kind = blocks.kind
+    tile = codes_tile(x.dtype, m, n, kind)
     launch(
         multiply_codes,
         (num_blocks(n, tile.outputs), num_blocks(m, tile.rows)),
@@ -152,8 +157,8 @@ def block_size(dtype: torch.dtype, group: int, bits: int) -> int:
     return min(group, 32 if dtype is torch.float32 or bits == 4 else 64)
 
 
-def codes_tile(dtype: torch.dtype, num_rows: int, num_outputs: int) -> CodesTile:
-    """For inputs [num_rows, K] of a dtype and a matrix [num_outputs, K].
+def codes_tile(dtype: torch.dtype, num_rows: int, num_outputs: int, kind: CodesKind) -> CodesTile:
+    """For inputs [num_rows, K] of a dtype and a matrix [num_outputs, K] in codes of a kind.
 
     As for int8, few outputs make narrow tiles, so that weights flow into all processors. Many rows take wide ones,
     which read inputs less often. Chosen from registers and 64 KiB of shared memory, not measured.
@@ -161,11 +166,10 @@ def codes_tile(dtype: torch.dtype, num_rows: int, num_outputs: int) -> CodesTile
     rows = min(max(next_power_of_2(num_rows), 16), FEW_ROWS)
     if dtype is torch.float32:
         return CodesTile(min(rows, 32), 16 if num_outputs < 8192 else 32, 4, 3)
-    if num_rows > FEW_ROWS:
-        return CodesTile(rows, 64, 4, 3)
-    if num_outputs < 8192:
+    if num_rows <= FEW_ROWS and num_outputs < 8192:
         return CodesTile(rows, 16, 2, 4)
-    return CodesTile(rows, 32 if num_outputs < 32768 else 64, 4, 3)
+    outputs = 32 if num_rows <= FEW_ROWS and num_outputs < 32768 else kind.most_outputs(rows)
+    return CodesTile(rows, outputs, 4, 3)
 
 
 def _blocks(codes: Tensor, kind: CodesKind) -> Tensor:
@@ -215,7 +219,7 @@ def _rows_variant(name: str, kind: CodesKind) -> Variant:
 
 
 def _variant(name: str, kind: CodesKind, dtype: torch.dtype, num_rows: int, num_outputs: int) -> Variant:
-    tile, of_dtype = codes_tile(dtype, num_rows, num_outputs), TYPE_NAMES[dtype]
+    tile, of_dtype = codes_tile(dtype, num_rows, num_outputs, kind), TYPE_NAMES[dtype]
     constants = kind.constants(tile, 2048, dtype, is_interpreted=False) | kind.absent()
     title = f"multiply_codes {of_dtype} {name} g={kind.group} M={num_rows} N={num_outputs}"
     types = {"x": f"*{of_dtype}", "y": f"*{of_dtype}"} | POINTERS

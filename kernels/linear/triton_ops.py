@@ -19,17 +19,17 @@ __all__ = [
     "TritonInt8Weight",
     "TritonScaledWeight",
     "int8_tile",
-    "multiply_few",
+    "multiply",
     "pack",
     "pack_codes",
     "variants",
 ]
 
 MAX_TILE_ROWS = 64
-# Beyond, the weight is widened and multiplied by PyTorch. A verify of many requests has hundreds of rows: there the
-# five bytes of a widened weight, read, written and read, still take longer than a few reads of one byte from L2. This
-# was not measured.
-MAX_ROWS = {torch.float32: 64, torch.bfloat16: 256, torch.float16: 256}
+MANY_ROWS = 256  # of 16 bits: more are a prompt's, and arithmetic takes longer than weights
+# Float32 is multiplied without tensor cores: of more rows, PyTorch's product of a widened weight is faster by more than
+# the widening takes. This was not measured.
+MAX_ROWS_FP32 = 64
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,11 @@ def int8_tile(dtype: torch.dtype, num_rows: int, num_outputs: int) -> Tile:
 
     Chosen from what fits into registers and 64 KiB of shared memory, not measured. A GPU has 80 to 300 processors, and
     weights should flow into all of them, so few outputs make narrow tiles. Float32 is multiplied without tensor cores,
-    by threads that hold their operands in registers: its tiles are small.
+    by threads that hold their operands in registers: its tiles are small. Many rows have enough blocks of their own,
+    which are as large as two tensors of 128 x 64 allow: every weight is read, and widened, once for 128 rows.
     """
+    if num_rows > MANY_ROWS and dtype is not torch.float32:
+        return Tile(128, 128 if num_outputs >= 2048 else 64, 64, 8, 3)
     rows = min(max(next_power_of_2(num_rows), 16), MAX_TILE_ROWS)
     if dtype is torch.float32:
         return Tile(min(rows, 32), 16 if num_outputs < 8192 else 32, 32, 4, 3)
@@ -69,10 +72,10 @@ def int8_tile(dtype: torch.dtype, num_rows: int, num_outputs: int) -> Tile:
 
 
 class TritonInt8Weight(torch_ops.Int8Weight):
-    """An int8 weight that a few rows multiply as it is, a byte per weight; for more it is widened at every use."""
+    """An int8 weight that rows multiply as it is, a byte per weight; for many of float32 it is widened at every use."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]; few rows of float32, bf16 and float16 are rounded once, after the scale.
+        """[..., K] -> [..., N]; 16 bits and few rows of float32 are rounded once, after the scale.
 
         Raises:
             ValueError: another width, or on another device.
@@ -82,9 +85,10 @@ class TritonInt8Weight(torch_ops.Int8Weight):
             complaint = f"an int8 weight [{n}, {k}] on {self._weight.device} cannot multiply"
             raise ValueError(f"{complaint} {x.dtype} {list(x.shape)} on {x.device}")
         num_rows = x.numel() // k
-        if num_rows > MAX_ROWS.get(x.dtype, 0):
+        is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+        if not is_narrow and (x.dtype is not torch.float32 or num_rows > MAX_ROWS_FP32):
             return super().__call__(x)
-        return multiply_few(x.reshape(num_rows, k), self._weight, self._scale).view(*x.shape[:-1], n)
+        return multiply(x.reshape(num_rows, k), self._weight, self._scale).view(*x.shape[:-1], n)
 
 
 def pack(weight: Tensor, form: str = "int8") -> TritonInt8Weight | TritonScaledWeight:
@@ -95,7 +99,7 @@ def pack(weight: Tensor, form: str = "int8") -> TritonInt8Weight | TritonScaledW
     return TritonInt8Weight(weight)
 
 
-def multiply_few(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """y[m, n] = scale[n] sum_k x[m, k] weight[n, k], summed in float32 and rounded once.
 
     Args:
@@ -124,14 +128,17 @@ def multiply_few(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def variants() -> list[Variant]:
-    """A decode step and a verify of many rows, at the widths of a layer and of an output head."""
+    """A decode step, a verify of many rows and a prompt, at the widths of a layer and of an output head."""
     return [
         _int8_variant(dtype, rows, outputs)
         for dtype, rows, outputs in (
             (torch.bfloat16, 1, 2048),
             (torch.bfloat16, 16, 12288),
             (torch.bfloat16, 64, 151936),
+            (torch.bfloat16, 1024, 1024),
+            (torch.bfloat16, 1024, 12288),
             (torch.float16, 32, 4096),
+            (torch.float16, 1024, 12288),
             (torch.float32, 16, 2048),
             (torch.float32, 64, 151936),
         )

@@ -39,7 +39,8 @@ def multiply(x: Tensor, blocks: CodeBlocks, groups: Groups) -> Tensor:
     if not p:
         return y
     x = dense(x)
-    tile, kind = codes_tile(x.dtype, p, e), blocks.kind
+    kind = blocks.kind
+    tile = codes_tile(x.dtype, p, e, kind)
     launch(
         multiply_codes,
         (num_blocks(n, tile.outputs), num_row_blocks(p, e, tile.rows)),
@@ -52,7 +53,7 @@ def multiply(x: Tensor, blocks: CodeBlocks, groups: Groups) -> Tensor:
     return y
 
 
-def codes_tile(dtype: torch.dtype, num_pairs: int, num_experts: int) -> CodesTile:
+def codes_tile(dtype: torch.dtype, num_pairs: int, num_experts: int, kind: CodesKind) -> CodesTile:
     """For num_pairs rows of a dtype in unknown groups; few rows of an expert make low tiles, as for other weights.
 
     Chosen from what fits into registers and 64 KiB of shared memory, not measured.
@@ -60,7 +61,7 @@ def codes_tile(dtype: torch.dtype, num_pairs: int, num_experts: int) -> CodesTil
     has_few = num_pairs <= 16 * num_experts
     if dtype is torch.float32:
         return CodesTile(16 if has_few else 32, 32, 4, 3)
-    return CodesTile(16, 32, 4, 3) if has_few else CodesTile(64, 64, 4, 3)
+    return CodesTile(16, 32, 4, 3) if has_few else CodesTile(64, kind.most_outputs(64), 4, 3)
 
 
 def num_row_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
@@ -94,7 +95,7 @@ def variants() -> list[Variant]:
 
 
 def _variant(name: str, kind: CodesKind, dtype: torch.dtype, num_pairs: int, num_experts: int = 128) -> Variant:
-    tile, of_dtype = codes_tile(dtype, num_pairs, num_experts), TYPE_NAMES[dtype]
+    tile, of_dtype = codes_tile(dtype, num_pairs, num_experts, kind), TYPE_NAMES[dtype]
     constants = kind.constants(tile, 2048, dtype, is_interpreted=False) | kind.absent()
     constants |= {"BLOCK_E": next_power_of_2(num_experts)}
     types = {"x": f"*{of_dtype}", "y": f"*{of_dtype}", "ends": "*i32"} | POINTERS

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
+from specmamba.kernels.gpu import TYPE_NAMES, Registers, Variant, next_power_of_2
 
 MAX_SPLIT_QUERIES = 64  # per row: a draft tree's. Longer runs fill a GPU by themselves
 MAX_SPLITS = 128
@@ -20,6 +20,7 @@ COMBINE_SPLITS = 16  # loaded at once
 NUM_WARPS = 4  # of the kernels without a product
 MIN_BLOCK = 16  # of a product
 PIECE = 16  # of a head in float32
+MOST_REGISTERS = 255  # of a thread, with which two blocks of four warps run on a multiprocessor
 LATENT_PIECE = 128  # of a latent key in 16 bits; more pieces are loaded ahead, into registers that do not suffice
 
 
@@ -32,6 +33,7 @@ class Tile:
     num_warps: int
     num_stages: int
     piece: int = 0  # components of a head in one product with keys; 0: all
+    registers: Registers | None = None
 
 
 def tile_of(num_rows: int, head_dim: int, value_dim: int, dtype: torch.dtype, is_split: bool, is_coded: bool) -> Tile:
@@ -55,12 +57,13 @@ def attend_tile(num_rows: int, head_dim: int, dtype: torch.dtype, is_split: bool
     For heads of 256 numbers whose keys are split: with 16 rows the fastest of 6 tiles on an H200. With 32 rows one of
     64 keys took 0.91 of its time, and for 64 rows one block of 64 about 0.8; both spill registers. The others are not
     measured: larger ones spill on sm_80, sm_90 or gfx942, and keys and values of two stages fit into the 64 KiB of a
-    CDNA3 workgroup. float32 has no matrix units here (products are IEEE), so heads are multiplied in pieces.
+    CDNA3 workgroup. float32 has no matrix units here (products are IEEE), so heads are multiplied in pieces; untold,
+    ptxas of CUDA 12.8 spills registers of it for the sake of a third block.
     """
     width = max(MIN_BLOCK, next_power_of_2(head_dim))
     rows = max(MIN_BLOCK, next_power_of_2(num_rows))
     if dtype is torch.float32:
-        return Tile(min(rows, 32), 32 if width <= 128 else 16, 4, 1, PIECE)
+        return Tile(min(rows, 32), 32 if width <= 128 else 16, 4, 1, PIECE, Registers(MOST_REGISTERS))
     if is_coded:  # widening takes registers of its own
         rows = min(rows, 64 if width <= 128 else 32) if is_split else 64
         return Tile(rows, 32 if width <= 64 else 16, 8 if rows * width >= 64 * 128 else 4, 2)
@@ -272,7 +275,8 @@ def attend_variant(
     constexprs |= dict.fromkeys(absent)
     # as callers have them: a column per query or one for all of a tree, a bool beside the next
     constexprs |= {"seen_stride_m": 1} if has_tree else {"last_stride_n": 1}
-    return _variant(name, kernels.attend_kernel, types, constexprs, tile.num_warps, tile.num_stages)
+    made = _variant(name, kernels.attend_kernel, types, constexprs, tile.num_warps, tile.num_stages)
+    return replace(made, registers=tile.registers)
 
 
 def combine_variant(query_heads: int, head_dim: int, dtype: torch.dtype) -> Variant:

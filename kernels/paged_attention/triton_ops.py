@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmamba.kernels.gpu import register_options
 from specmamba.kernels.paged_attention import tiles, torch_ops
 from specmamba.kernels.paged_attention import triton_kernels as kernels
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
@@ -198,6 +199,7 @@ def _launch(
         ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **register_options(tile.registers, q.device),
     )
 
 

@@ -190,7 +190,7 @@ def tree_verify(
     for first in range(0, STATE_DIM, LANES):
         lanes = first + tl.arange(0, LANES)
         in_state = (lanes < STATE_DIM)[:, None] & in_columns[None, :]
-        place = states + lanes.to(tl.int64)[:, None] * states_lane_stride + columns[None, :]
+        place = states + lanes.to(tl.int64)[:, None] * states_lane_stride + tl.max_contiguous(columns, 4)[None, :]
         state = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
         if is_folding:
             if PARTS == "none":

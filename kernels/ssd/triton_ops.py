@@ -57,8 +57,8 @@ def verify_tile(
     """Choose the tile for trees of up to MAX_NODES nodes; one node has its own kernel, without matrix products.
 
     ``is_exact``: products are; ``num_states``: heads of all rows. Up to 16 nodes: the fastest of 14 tiles on an H200,
-    when they had up to 210 registers of a thread; with the limit, by which none of them spills, they were not timed.
-    That of few states in parts has none: it is not among the variants whose spills are counted.
+    when they had up to 251 registers of a thread, and that of few states 64 lanes; with the limit, by which none of
+    them spills, they were not timed.
     """
     state, head = _at_least(state_dim), _at_least(head_dim)
     if num_nodes == 1:
@@ -70,7 +70,7 @@ def verify_tile(
     if is_exact:
         return Tile(columns=min(head, 64), lanes=16, nodes=nodes, records=16, registers=room)
     if num_states < MANY_STATES:
-        return Tile(columns=min(head, 32), lanes=min(state, 64), nodes=nodes, records=16)
+        return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, registers=room)
     return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=1, registers=room)
 
 
@@ -300,6 +300,7 @@ def variants() -> list[Variant]:
         _verify_variant("bf16", 16, 256, 64),
         _verify_variant("fp32", 64, 128, 64),
         _verify_variant("fp32", 8, 128, 64, parts="bf16"),
+        _verify_variant("fp32", 16, 128, 64, parts="bf16", num_states=32),
         _verify_variant("fp32", 64, 256, 64, parts="bf16"),
         _extend_variant("fp32", 128, 64),
         _extend_variant("bf16", 256, 64),
@@ -309,15 +310,22 @@ def variants() -> list[Variant]:
 
 
 def _verify_variant(
-    state: str, nodes: int, state_dim: int, head_dim: int, is_chain: bool = False, parts: str = "none"
+    state: str,
+    nodes: int,
+    state_dim: int,
+    head_dim: int,
+    is_chain: bool = False,
+    parts: str = "none",
+    num_states: int = MANY_STATES,
 ) -> Variant:
     kernel = triton_kernels.root_verify if nodes == 1 else triton_kernels.tree_verify
     types = {"rows": "*i64", "slots": "*i64", "num_pending": "*i64", "folds": "*i1", "ancestors": "*i1"}
     name, tile = (
         f"tree_verify {state} N={nodes} S={state_dim} P={head_dim}",
-        verify_tile(nodes, state_dim, head_dim, parts == "none"),
+        verify_tile(nodes, state_dim, head_dim, parts == "none", num_states),
     )
-    name = name if parts == "none" else name.replace("tree_verify", "tree_verify split")
+    kind = "few split" if num_states < MANY_STATES else "split"
+    name = name if parts == "none" else name.replace("tree_verify", f"tree_verify {kind}")
     if is_chain:
         kernel, tile = triton_kernels.chain_verify, chain_tile(state_dim, head_dim)
         name = name.replace("tree_verify", "tree_verify chain")

@@ -282,4 +282,7 @@ def outputs_kernel(
     score_high, score_low = load_parts(scores_at, BLOCK_TOKENS * BLOCK_TOKENS)
     u_high, u_low = load_parts(updates_at, BLOCK_TOKENS * PADDED_VALUES)
     result = product_of_parts(score_high, score_low, u_high, u_low, result, PARTS)
+    if queries is None:  # as another sum: the same addresses would be kept in registers up to here
+        out_at = out + (row * num_tokens * num_heads + head) * VALUE_DIM
+        out_at += at[:, None] * (num_heads * VALUE_DIM) + at_v[None, :]
     tl.store(out_at, result, mask=in_values)

@@ -78,7 +78,7 @@ def test_every_tile(
 ) -> None:
     """Those of wide matrices too, on few outputs."""
     of_wide = ops.codes_tile
-    monkeypatch.setattr(ops, "codes_tile", lambda dtype, rows, _: of_wide(dtype, rows, num_outputs))
+    monkeypatch.setattr(ops, "codes_tile", lambda dtype, rows, _, kind: of_wide(dtype, rows, num_outputs, kind))
     made = matrix("int4 with minima", 70, 130)
     product = ops.pack_codes(made.to(torch.device(gpu_device)), dtype)
     for rows in (2, 33):

@@ -1,4 +1,4 @@
-"""The int8 form in Triton: up to some hundred rows by a byte per weight, rounded once; more rows as PyTorch does."""
+"""The int8 form in Triton: by a byte per weight, rounded once; many rows of float32 as PyTorch does."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def assert_rounded(y: Tensor, x: Tensor, weight: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 70), (20, 128), (5, 300)])
 def test_any_size(n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
-    """One row, one more than a tile is high, and as many as there may be."""
+    """One row, one more than a tile is high, and more than a small tile's: in float32 as many as there may be."""
     weight = normal(n, k, seed=1, dtype=dtype)
     product = ops.TritonInt8Weight(weight.to(gpu_device))
-    for rows in (1, 17, ops.MAX_ROWS[dtype]):
+    for rows in (1, 17, ops.MAX_ROWS_FP32 if dtype is torch.float32 else ops.MANY_ROWS + 44):
         x = normal(rows, k, seed=rows, dtype=dtype)
         assert_rounded(product(x.to(gpu_device)).cpu(), x, weight)
 
@@ -112,15 +112,31 @@ def test_sums_of_float16_do_not_overflow(ops: Any, gpu_device: str) -> None:
     torch.testing.assert_close(y, torch.full((1, 3), 64.0).half(), rtol=2**-8, atol=0)
 
 
-def test_many_rows_and_other_types_are_pytorchs(ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_of_float32_and_other_types_are_pytorchs(
+    ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = normal(20, 24, seed=11).to(gpu_device)
     product, of_torch = ops.TritonInt8Weight(weight), torch_ops.Int8Weight(weight)
     assert product.nbytes == 20 * 24 + 4 * 20
-    monkeypatch.setattr(ops, "multiply_few", None)
+    monkeypatch.setattr(ops, "multiply", None)
     torch.use_deterministic_algorithms(False)  # cuBLAS would ask for a setting
-    many = [normal(most + 1, 24, seed=12, dtype=dtype) for dtype, most in ops.MAX_ROWS.items()]
-    for x in (*many, normal(3, 24, seed=13).double()):
+    for x in (normal(ops.MAX_ROWS_FP32 + 1, 24, seed=12), normal(3, 24, seed=13).double()):
         assert_same_rows(product(x.to(gpu_device)), of_torch(x.to(gpu_device)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_row_of_16_bits_widens_the_weight(
+    dtype: torch.dtype, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's rows have large tiles; the outputs of the weight are one more than such a tile has."""
+    weight = normal(129, 40, seed=14, dtype=dtype)
+    product = ops.TritonInt8Weight(weight.to(gpu_device))
+    monkeypatch.setattr(torch_ops.Int8Weight, "__call__", None)
+    for tile in [ops.int8_tile(dtype, 1000, num_outputs) for num_outputs in (1024, 12288)]:
+        assert tile.rows > ops.MAX_TILE_ROWS
+        monkeypatch.setattr(ops, "int8_tile", lambda *_, tile=tile: tile)
+        x = normal(tile.rows + 1, 40, seed=15, dtype=dtype)
+        assert_rounded(product(x.to(gpu_device)).cpu(), x, weight)
 
 
 def test_inputs_that_do_not_fit_are_refused(ops: Any, gpu_device: str) -> None:
