@@ -94,7 +94,7 @@ class Contestant:
     def __init__(self, config: DraftersConfig, drafter: str) -> None:
         """Read what ``--drafters`` says. Raises ConfigError: it is no drafter, or has no such shape."""
         self.name, _, folder = drafter.partition("=")
-        if not folder and self.name not in ALGORITHMS:
+        if not self.name or (not folder and self.name not in ALGORITHMS):
             raise ConfigError(f"--drafters {drafter}: not {', '.join(ALGORITHMS)} or NAME=FOLDER of a head")
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"--drafters {drafter}: there is no folder {folder}")
@@ -102,7 +102,10 @@ class Contestant:
         given = config.model_dump(include=set(EngineConfig.model_fields)) | own
         sizes = {name: getattr(config, name) for name in ("num_prompts", "max_tokens")}
         self._options = {**given, **sizes, "rounds": 1, "configs": config.shapes}
-        self.variants: list[Variant] = variants_of(self.bench({}))[0]
+        try:
+            self.variants: list[Variant] = variants_of(self.bench({}))[0]
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--configs", "--shapes")) from None
 
     def bench(self, way: dict[str, Any]) -> AcceptanceBenchConfig:
         """The settings of one round."""
@@ -122,15 +125,23 @@ class Contestant:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
+    """Run the benchmark; returns the exit status: 0, 1 if greedy texts differ from plain ones, or 130 after Ctrl-C."""
     given = join_lists(sys.argv[1:] if arguments is None else arguments, ("--shapes",))
-    return run_command(PROG, DraftersConfig, given, lambda config: put_out(config, run(config), print_report))
+    return run_command(PROG, DraftersConfig, given, _run)
+
+
+def _run(config: DraftersConfig) -> int:
+    report = run(config)
+    put_out(config, report, print_report)
+    return int(any(row["lossless"] is not None and row["lossless"]["diverged"] for row in report["runs"]))
 
 
 def run(config: DraftersConfig) -> dict[str, Any]:
     """Measure all drafters on all texts; the report as a JSON object. Raises SpecmambaError."""
     refuse_draft_flags(config, (), "drafts as --drafters and --shapes say")
     contestants = [Contestant(config, drafter) for drafter in config.drafters]
+    if len({each.name for each in contestants}) < len(contestants):
+        raise ConfigError(f"--drafters {','.join(config.drafters)}: two have the same name")
     runs = []
     with ExitStack() as stack:
         for contestant in contestants:

@@ -36,6 +36,7 @@ from pydantic import Field, model_validator
 
 from specmamba.bench.inflate.shape import FLAGS, PUBLISHED, Scales, Shape, enlarged, enlarged_config
 from specmamba.config import DEMO_MODEL, CommandLine
+from specmamba.errors import ConfigError
 from specmamba.measure.command import run_command
 from specmamba.measure.report import Count
 
@@ -136,7 +137,9 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
         scales.check_exact()
 
     if config.head is not None and config.head_out is not None:
-        inflate_head(config.head, config.head_out, source, target, scales, config.seed)
+        if config.head_out.resolve() == config.out.resolve():
+            raise ConfigError(f"--head-out {config.head_out}: the target is written there: choose another folder")
+        inflate_head(config.head, config.head_out, source, target, scales, config.seed, config.force)
     files.prepare_folder(config.out)
     before, writer = files.Totals(), files.ShardWriter(config.out, config.max_shard_mb * 10**6)
     for name, tensor in small.items():

@@ -38,15 +38,19 @@ from specmamba.errors import CheckpointError, ConfigError
 KINDS = ("DFlashDraftModel", "Qwen3DSparkModel")
 
 
-def inflate_head(folder: Path, out: Path, source: Shape, target: Shape, scales: Scales, seed: int) -> None:
-    """Write the wide head.
+def inflate_head(
+    folder: Path, out: Path, source: Shape, target: Shape, scales: Scales, seed: int, force: bool = False
+) -> None:
+    """Write the wide head; ``force``: in place of a checkpoint.
 
     Raises:
         ConfigError: the folder must not be written to, or the hidden size does not grow by a whole factor.
         CheckpointError: it is no head of these kinds for this target, or has tensors of other kinds.
     """
-    check_folder(out, folder, force=False)
+    check_folder(out, folder, force)
     raw, small = _read_config(folder), read_tensors(folder)
+    if "fc.weight" not in small:
+        raise CheckpointError(f"{folder} has no fc.weight, which reads the target's layers")
     if raw["hidden_size"] != source.hidden_size:
         raise CheckpointError(f"{folder} drafts for a hidden size of {raw['hidden_size']}, not {source.hidden_size}")
     factor, rest = divmod(target.hidden_size, source.hidden_size)
@@ -76,6 +80,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no readable config.json: {error}") from None
     if raw.get("architectures") not in [[kind] for kind in KINDS]:
         raise CheckpointError(f"{folder} holds {raw.get('architectures')}: heads of {' and '.join(KINDS)} can grow")
+    if missing := {"hidden_size", "head_dim", "intermediate_size", "vocab_size"} - raw.keys():
+        raise CheckpointError(f"{folder}: config.json has no {min(missing)}")
     return raw
 
 

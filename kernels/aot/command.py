@@ -16,13 +16,11 @@ from specmamba.kernels.aot.table import (
     Target,
     compare,
     describe,
-    read_allowed_spills,
     read_table,
     write_table,
 )
 
 TABLES = Path(__file__).parent / "tables"
-SPILLS = "spills.json"  # in the folder of tables: what variants may spill
 ROW = "{:<15} {:<44} {:>9} {:>13} {:>6} {:>12} {:>7}"
 
 
@@ -50,8 +48,7 @@ def main(arguments: Sequence[str], modules: Mapping[str, str] | None = None, tab
     seconds = time.perf_counter() - start
     print(f"{len(outcomes)} variants for {target.name} in {seconds:.0f} s ({describe(run.versions)})")
 
-    allowed = read_allowed_spills(tables / SPILLS, run.versions, target.name)
-    flaws = [f"{o.job.operator}: {o.job.variant}: {flaw}" for o in outcomes for flaw in flaws_of(o, target, allowed)]
+    flaws = [f"{o.job.operator}: {o.job.variant}: {flaw}" for o in outcomes for flaw in flaws_of(o, target)]
     for flaw in flaws:
         print(f"error: {flaw}", file=sys.stderr)
     if not options.write:
@@ -62,10 +59,8 @@ def main(arguments: Sequence[str], modules: Mapping[str, str] | None = None, tab
     return _write(file, run, chosen if options.op else None)
 
 
-def flaws_of(outcome: Outcome, target: Target, allowed_spills: Mapping[tuple[str, str], int]) -> list[str]:
+def flaws_of(outcome: Outcome, target: Target) -> list[str]:
     """The reasons why a variant must not run on a target; empty for a good one.
-
-    ``allowed_spills``: by operator and variant, as ``read_allowed_spills`` gives them.
 
     Scalar registers that AMD's compiler keeps in lanes of vector registers never go to memory: they are counted in the
     table, and are no flaw.
@@ -76,11 +71,9 @@ def flaws_of(outcome: Outcome, target: Target, allowed_spills: Mapping[tuple[str
     flaws = []
     if needed.shared > target.max_shared:
         flaws.append(f"needs {needed.shared} bytes of shared memory, a block on {target.name} has {target.max_shared}")
-    allowed = allowed_spills.get((outcome.job.operator, outcome.job.variant), 0)
-    if needed.spills > allowed:
+    if needed.spills:
         unit = "bytes of registers" if target.backend == "cuda" else "vector registers"
-        limit = f", {allowed} are allowed" if allowed else ""
-        flaws.append(f"spills {needed.spills} {unit} on {target.name}{limit}")
+        flaws.append(f"spills {needed.spills} {unit} on {target.name}")
     return flaws
 
 

@@ -148,24 +148,6 @@ def read_table(file: Path) -> Table:
         raise ValueError(f"{file} is no table of variants: {error}") from None
 
 
-def read_allowed_spills(file: Path, versions: Mapping[str, str], target: str) -> dict[Key, int]:
-    """What variants may spill on a target where this Triton compiles them: {variant: bytes}; all others nothing.
-
-    The file has {minor version of Triton: {target: {operator: {variant: bytes}}}}.
-
-    Raises:
-        ValueError: the file is no such table.
-    """
-    if not file.exists():
-        return {}
-    minor = ".".join(versions["triton"].split(".")[:2])
-    try:
-        operators = json.loads(file.read_text(encoding="utf8")).get(minor, {}).get(target, {})
-        return {(operator, variant): int(n) for operator, own in operators.items() for variant, n in own.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no table of spills: {error}") from None
-
-
 def write_table(table: Table, file: Path) -> None:
     """Write a table with one line per variant, so that a change of one variant is one line of a diff."""
     operators = sorted({operator for operator, _ in table.rows})

@@ -13,6 +13,7 @@ from specmamba.bench import drafters
 from specmamba.config import DEMO_MODEL
 from specmamba.measure.acceptance.judge import Difference
 from specmamba.measure.acceptance.run import Result
+from specmamba.measure.prompts import PromptText
 from tests.blocks import write_block_head
 
 SMALL = ["--dtype", "float32", "--num-threads", "1", "--num-prompts", "1", "--max-tokens", "24", "--rounds", "2"]
@@ -25,7 +26,9 @@ def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
     return report
 
 
-def test_texts_are_drafted_from(tmp_path: Path) -> None:
+def test_texts_are_drafted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "".join(f"def add_{name}(a, b):\n    return a + b\n\n" for name in ("one", "two"))
+    monkeypatch.setattr(drafters, "prompts_of", lambda *_: [PromptText(code, code)])
     report = run(tmp_path, "--texts", "edit", "--shapes", "1,1", "4,2,6")
     runs = report["runs"]
     shapes = [(one["drafter"], one["num_steps"], one["topk"], one["num_draft_tokens"]) for one in runs]
@@ -63,7 +66,8 @@ def test_heads_beside_each_other(tmp_path: Path) -> None:
         (["--drafters", "mtp,head=missing"], "there is no folder missing"),
         (["--speculative-num-steps", "3"], "drafts as --drafters and --shapes say"),
         (["--texts", "poems"], "held-out"),
-        (["--shapes", "3"], "not steps,topk"),
+        (["--shapes", "3"], "--shapes: '3' is not steps,topk"),
+        (["--drafters", "suffix,mtp,suffix"], "two have the same name"),
     ],
 )
 def test_mistakes_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

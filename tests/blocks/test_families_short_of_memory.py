@@ -1,8 +1,8 @@
 """Whatever drafts and whatever keeps the states, every family has the greedy text of plain decoding, in float32, behind
 prefixes that were evicted and for requests that are preempted. ``test_families_parity`` has other ways, and room.
 
-One engine serves the two drafts of a kind, one after the other. CI runs every family with every kind on one of the two
-state backends, ``SPECMAMBA_TEST_FULL=1`` on both.
+One engine serves the two drafts of a kind, one after the other. CI runs a part, ``SPECMAMBA_TEST_FULL=1`` every family
+with every kind on both state backends.
 """
 
 from __future__ import annotations

@@ -160,6 +160,18 @@ class TestWhatMakesRoom:
         assert cache.peek(memory.request("b", B).key())[0] == 5
         assert cache.peek(memory.request("a", A).key())[0] == (5 if has_moved else 0)
 
+    def test_pages_that_are_needed_do_not_count_as_free(self) -> None:
+        memory = small(num_pages=64, num_slots=8)
+        pools, cache = memory.pools, memory.manager.cache
+        assert pools.split is not None
+        memory.end(memory.start("a", A))
+        while pools.states.num_free:
+            assert pools.states.allocate("other") is not None
+        assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - 15) is not None
+        assert cache.make_room(8, 1)
+        assert (pools.split.stats.num_moves, cache.stats.evicted_states) == (0, 1)
+        assert pools.kv.allocator.num_free >= 8
+
     def test_the_line_moves_for_a_few_free_pages_where_no_state_can_go(self) -> None:
         memory = small(num_pages=64, num_slots=8)
         pools = memory.pools

@@ -143,8 +143,8 @@ def test_what_has_grown_behind_a_huge_page_becomes_one(monkeypatch: pytest.Monke
 
     def join(address: int) -> None:
         before = _huge_bytes(layers.tensor)
-        is_joined = unused_memory.join_pages(address)
-        assert _huge_bytes(layers.tensor) == before + is_joined * HUGE_PAGE
+        grown = {0, HUGE_PAGE} if unused_memory.join_pages(address) else {0}  # or the system was first
+        assert _huge_bytes(layers.tensor) - before in grown
         joined.append((address - layers.tensor.data_ptr()) // HUGE_PAGE)
 
     monkeypatch.setattr(lazy_memory, "join_pages", join)
@@ -163,7 +163,7 @@ def test_what_has_grown_behind_a_huge_page_becomes_one(monkeypatch: pytest.Monke
         joined.clear()
         for count in counts:
             layers.fit(count)
-            layers.tensor[:, :count] = torch.arange(count)[:, None] % 251
+            layers.tensor[:, :count, 7] = torch.arange(count) % 251
         assert sorted(joined) == expected
         assert torch.equal(layers.tensor[1, :count, 7], (torch.arange(count) % 251).to(torch.uint8))
         assert _resident_bytes(layers.tensor[0, count:]) == 0

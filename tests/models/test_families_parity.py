@@ -1,8 +1,8 @@
 """Whatever drafts and whatever keeps the states, alone or in a batch, cold or behind a cached prefix: every family's
 greedy text is that of plain decoding, in float32. ``test_families_short_of_memory`` evicts and preempts.
 
-What keeps states and what drafts know nothing of each other's family: CI runs each pair of family, drafter and state
-at least once, ``SPECMAMBA_TEST_FULL=1`` all three together.
+What keeps states and what drafts know nothing of each other's family: CI runs every family, every drafter
+at least twice and every state, ``SPECMAMBA_TEST_FULL=1`` all three together.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Function] = {
     "activations": lambda x: (
         x["f"].relu(),
         (x["b"] * 0).relu(),
+        (x["f"] * -0.0).relu().view(torch.int32),  # the sign of a zero
         x["i"].relu(),
         x["f"].square(),
         x["b"].relu().square(),

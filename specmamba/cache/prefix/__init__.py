@@ -239,7 +239,8 @@ class MambaRadixCache:
     def make_room(self, num_pages: int, num_slots: int) -> bool:
         """Evict, and move the line between the pools, until so many pages and state slots are free together.
 
-        Pages and slots get other numbers then: what the caller knows of them by number has to be read again.
+        Pages and slots get other numbers then: what the caller knows of them by number has to be read again. For a few
+        free pages (``Split.spares``) the line stays, and states are evicted for slots.
 
         Returns:
             False, with no change, if that is impossible.

@@ -31,7 +31,6 @@ from specmamba.kernels.aot.table import (
     Table,
     Target,
     compare,
-    read_allowed_spills,
     read_amdgcn,
     read_ptxas_log,
     read_table,
@@ -167,9 +166,9 @@ def sample(part: int, parts: int = len(SAMPLED)) -> list[Job]:
 
 SAMPLE = """
 import json, sys
-from specmamba.kernels.aot.command import SPILLS, TABLES, flaws_of
+from specmamba.kernels.aot.command import TABLES, flaws_of
 from specmamba.kernels.aot.compile import Job, compile_jobs, compiler_versions
-from specmamba.kernels.aot.table import TARGETS, Table, compare, read_allowed_spills, read_table
+from specmamba.kernels.aot.table import TARGETS, Table, compare, read_table
 
 target, jobs = TARGETS[sys.argv[1]], [Job(*names) for names in json.loads(sys.argv[2])]
 outcomes = compile_jobs(jobs, target, 1, lambda outcome: None)
@@ -178,8 +177,7 @@ table = read_table(TABLES / f"{target.name}.json")
 committed = Table(table.target, table.versions, {key: row for key, row in table.rows.items() if key in rows})
 versions = compiler_versions(target)
 differences = compare(committed, Table(target.name, versions, rows))
-allowed = read_allowed_spills(TABLES / SPILLS, versions, target.name)
-wrong = [f"{outcome.job}: {flaw}" for outcome in outcomes for flaw in flaws_of(outcome, target, allowed)]
+wrong = [f"{outcome.job}: {flaw}" for outcome in outcomes for flaw in flaws_of(outcome, target)]
 assert versions["triton"].startswith(sys.argv[3]), versions
 print(json.dumps(wrong + [difference.text for difference in differences if difference.fails]))
 """
@@ -218,15 +216,6 @@ def test_variants_compile_with_the_oldest_triton(target: str) -> None:
 def test_no_variant_spills(target: str) -> None:
     rows = read_table(command.TABLES / f"{target}.json").rows
     assert {key for key, row in rows.items() if row.spills} == set()
-
-
-def test_spills_are_allowed_to_variants_of_the_tables_alone() -> None:
-    content = json.loads((command.TABLES / command.SPILLS).read_text())
-    assert content.keys() <= {"3.6", "3.9"}
-    for target, operators in (pair for targets in content.values() for pair in targets.items()):
-        rows = read_table(command.TABLES / f"{target}.json").rows
-        allowed = {(operator, variant) for operator, own in operators.items() for variant in own}
-        assert allowed <= rows.keys()
 
 
 def test_every_variant_is_in_a_sample() -> None:
@@ -512,29 +501,11 @@ def test_kernels_of_the_interpreter_are_refused() -> None:
 def test_what_a_block_can_have(target: Target) -> None:
     def flaws(shared: int, spills: int, scalar_spills: int = 0) -> list[str]:
         outcome = Outcome(Job("op", "module", "a"), Resources(40, shared, spills, scalar_spills))
-        return command.flaws_of(outcome, target, {("op", "b"): 9})
+        return command.flaws_of(outcome, target)
 
     assert flaws(target.max_shared, 0, scalar_spills=5) == []
     assert len(flaws(target.max_shared + 1, 0)) == len(flaws(0, 1)) == 1
     assert len(flaws(target.max_shared + 1, 1)) == 2
-
-
-def test_what_a_variant_may_spill(tmp_path: Path) -> None:
-    file = tmp_path / "spills.json"
-    versions = {"triton": "3.6.0"}
-    assert read_allowed_spills(file, versions, "sm_90") == {}
-    file.write_text(json.dumps({"3.6": {"sm_90": {"op": {"a": 16}}}}))
-    allowed = read_allowed_spills(file, versions, "sm_90")
-    assert allowed == {("op", "a"): 16}
-    assert read_allowed_spills(file, {"triton": "3.9.0"}, "sm_90") == {}
-    assert read_allowed_spills(file, versions, "sm_80") == {}
-    outcomes = [Outcome(Job("op", "module", "a"), Resources(40, 0, spills)) for spills in (16, 20)]
-    fine, bad = (command.flaws_of(outcome, TARGETS["sm_90"], allowed) for outcome in outcomes)
-    assert fine == []
-    assert bad == ["spills 20 bytes of registers on sm_90, 16 are allowed"]
-    file.write_text('{"3.6": []}')
-    with pytest.raises(ValueError, match="no table of spills"):
-        read_allowed_spills(file, versions, "sm_90")
 
 
 # Tables
