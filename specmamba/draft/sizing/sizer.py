@@ -86,6 +86,7 @@ class DraftSizer:
         self._of_probe: dict[int, float] = {}  # plain steps that a probe takes longer, by the bucket of requests
         self.last_seconds: float | None = None  # of the newest step
         self.learns_on_host = False  # ``learn`` follows the planned step
+        self.times_rest = False  # ``observe_rest`` is to follow the newest step
         self._totals = totals
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
@@ -217,6 +218,7 @@ class DraftSizer:
         now = self._round
         assert now is not None
         self.last_seconds = seconds
+        self.times_rest = now.num_left % REST_INTERVAL == 0
         now.seconds.append(seconds)
         size, offer = now.size, self._offer
         if not size.depth:
@@ -234,7 +236,7 @@ class DraftSizer:
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
         now = self._round
-        if now is not None and now.num_left % REST_INTERVAL == 0:
+        if now is not None:
             self.rests.observe(len(now.rows), (now.size.depth, now.size.is_chain), seconds)
 
     def stats(self) -> SizingStats:
