@@ -55,6 +55,7 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
         ValueError: operands differ in shape or dtype (native form).
     """
     offer.chosen = _form().choose(state, drafted, offer)
+    offer.written = offer.chosen if native_ops.code() is None else native_ops.written(offer)
     return offer.chosen
 
 

@@ -87,6 +87,11 @@ def chosen(offer: Offer) -> Chosen:
     return Chosen(found.num_nodes, found.width, bool(found.is_chain), found.expected)
 
 
+def written(offer: Offer) -> Any:
+    """The structure that ``chosen`` reads; it stays where it is."""
+    return _BOUND[offer].chosen
+
+
 def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:
     """One call."""
     library.required(code()).sizing_pack(marshalled(trees, _marshal_trees), padded_size, width, num_places)
