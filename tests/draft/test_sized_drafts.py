@@ -18,6 +18,7 @@ from specmamba.draft.heads import MTPDrafter, missed_steps
 from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import NOTHING, DraftSize
+from specmamba.draft.sizing.sizer import CHAINS_TO_LEARN
 from specmamba.sampling_params import SamplingBatch, SpeculationParams
 from tests.decisions import decide_at_random, without_measurement
 
@@ -319,7 +320,7 @@ def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPat
 
 
 def test_most_chains_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One round of four judges probabilities; the text is the same, and every round tells what chains bring."""
+    """One round of eight judges probabilities; the text is the same, and every round tells what chains bring."""
     with LLM(dtype="float32", speculative_adaptive="auto") as llm:
         sizer = llm.engine.runner.sizer
         assert sizer is not None
@@ -339,7 +340,8 @@ def test_most_chains_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) ->
         output = llm.generate(PROMPTS[0], sampling(0))[0]
         judged = sizer.state.bins[:, 0].sum()
         kept = sizer.state.next_of_row.sum()
-    assert [size.learns for size in sizes[:5]] == [True, False, False, False, True]
+    assert [size.learns for size in sizes] == [i % CHAINS_TO_LEARN == 0 for i in range(len(sizes))]
+    assert len(sizes) > 4
     spec = output.spec
     observed = sum(count * min(accepted + 1, 2) for accepted, count in enumerate(spec.accepted_histogram))
     assert 0 < judged < 0.6 * observed

@@ -24,7 +24,7 @@ WALK_OF_SPEED, WALK_OF_ERRORS = 0.01, 0.0003
 NOISE, NOISE_OF_ROUND = 0.15, 0.03
 FARTHEST = math.log(1.25)  # a known part moves as if nothing was farther from what was expected
 LARGEST_SPEED = math.log(64.0)
-MOST_HELD = 256  # steps of one bucket in a row that wait for more of them, at the most
+MANY, MOST_HELD = 16, 256  # steps of one bucket in a row: from which on they wait for more of them, and at the most
 # tokens of requests: that were expected of an option and are kept at the most, and that stand for no error, of all
 # options of a form and of a single one; the largest factor
 MOST_EXPECTED, OF_FORM, OF_OPTION, MOST_WRONG = 4096.0, 32.0, 64.0, 1.5
@@ -87,7 +87,7 @@ class Ratios:
             held = self._held = _Held(kind, bucket)
         held.of_all += ratio * num_steps
         held.num_steps += num_steps
-        if held.num_steps >= MOST_HELD:
+        if num_steps < MANY or held.num_steps >= MOST_HELD:
             self._settle()
 
     def _settle(self) -> None:
@@ -126,8 +126,8 @@ class Ratios:
 class Brought:
     """What drafts have brought over what was expected of them: of each option, shrunk towards all of its form.
 
-    What is expected of an option comes from drafts of other options too, whose nodes were chosen: so it is wrong in ways
-    that only its own steps show. (A ratio of sums, as tokens of a step are few and differ by chance.)
+    What is expected of an option comes from drafts of other options too, whose nodes were chosen: so it is wrong in
+    ways that only its own steps show. (A ratio of sums, as tokens of a step are few and differ by chance.)
     """
 
     def __init__(self, num_steps: int) -> None:

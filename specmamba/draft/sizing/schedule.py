@@ -43,6 +43,7 @@ MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 4, 1.05
 LEAST_REPEATED, MORE_REPEATED, FIRST_ALARM = 0.3, 0.15, 32
 NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
 HOPE, STEPS_OF_HOPE = 0.12, 48.0  # by how much options may be better than they are thought to be; it falls with steps
+MOST_SEEN = 4  # requests whose steps say more than those of one: their times are the same
 WEIGHT = 0.3  # of a new look in the mean gains, after a short round
 
 
@@ -74,7 +75,7 @@ class _Tries:
     until: dict[str, int] = field(default_factory=lambda: dict(FIRST_TRIES))  # steps before the next one of a kind
     interval: dict[str, int] = field(default_factory=lambda: dict(FIRST_INTERVALS))
     allowance: Allowance = field(default_factory=Allowance)
-    num_steps: Floats = field(default_factory=lambda: np.zeros(0))  # of each option so far
+    num_steps: Floats = field(default_factory=lambda: np.zeros(0))  # of each option and of requests, so far
 
 
 NOTHING = DraftSize(0)
@@ -143,9 +144,7 @@ class DraftSchedule:
         place, best, hopes = self._place, self._best(), self._hopes
         depth, is_chain = self.option(best)
         is_raise = depth > self.depth
-        self._is_calm = best == place or (
-            best > 0 and self.depth > 0 and hopes[best] < GAIN_OF_CHANGE * hopes[place]
-        )
+        self._is_calm = best == place or (best > 0 and self.depth > 0 and hopes[best] < GAIN_OF_CHANGE * hopes[place])
         if self._is_calm:
             self._wish_age = 0
             return
@@ -203,7 +202,8 @@ class DraftSchedule:
         """Count steps that were made as the newest ``next`` said, and those of them that were timed."""
         self._batch_age += num_steps
         self._tries.allowance.pass_steps(num_steps)
-        self._tries.num_steps[self._tried if self._counted == ("try",) else self._place] += num_steps
+        place = self._tried if self._counted == ("try",) else self._place
+        self._tries.num_steps[place] += num_steps * min(1 << self._bucket >> 1, MOST_SEEN)
         for name in self._counted:
             if name == "try":
                 self._num_tries, self._num_untimed = self._num_tries - num_steps, self._num_untimed - num_timed

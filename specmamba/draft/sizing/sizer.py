@@ -469,7 +469,7 @@ class DraftSizer:
             self._of_bucket(number).add(place, done.drafted_tokens, expected)
 
     def _remember_chains(self, done: Round) -> None:
-        """Keep what became of chains as kept drafts of each request: of a few steps each the share that reached a node."""
+        """Keep what became of chains as kept drafts of each request: shares that reached a node, of few steps each."""
         state, depth, places, batch = self.state, done.size.depth, self._chain_places, done.batch
         counts = np.array(done.num_accepted)  # [steps, B]
         reached = counts[..., None] > np.arange(depth)  # [steps, B, depth]
@@ -486,7 +486,9 @@ class DraftSizer:
         values[..., places[:depth]] = shares[..., : len(places)]
         below = np.cumprod(state.odds[batch.modes, depth : len(places), 0], axis=1)
         values[..., places[depth:]] = shares[..., -1:] * below
-        state.values_of_row[batch.rows, (state.next_of_row[batch.rows] + np.arange(len(values))[:, None]) % LENGTH] = values
+        state.values_of_row[batch.rows, (state.next_of_row[batch.rows] + np.arange(len(values))[:, None]) % LENGTH] = (
+            values
+        )
         state.next_of_row[batch.rows] += len(values)
         for mode in np.unique(batch.modes):
             row = int(np.flatnonzero(batch.modes == mode)[0])
