@@ -152,8 +152,7 @@ class Offer:
     seconds: Floats  # [T + 1], time of a step by its nodes; T is the largest number
     nodes_per_row: int = 0  # take so many of every row; 0: those that pay
     num_rows: int = -1  # B'; -1: R
-    chosen: Chosen | None = None  # what the newest call of ``choose`` has written, where it is not native
-    written: Any = None  # has the ``num_nodes`` of ``chosen``, a replay's too, in little time
+    written: Any = None  # has the ``num_nodes`` of the newest call of ``choose``, or of a replay of it, in little time
 
     def __post_init__(self) -> None:
         self.num_rows = len(self.tokens) if self.num_rows < 0 else self.num_rows

@@ -509,6 +509,17 @@ def test_what_was_seen_little_is_hoped_to_be_better_and_is_drafted(monkeypatch: 
     assert schedule.depth == 2
 
 
+def test_drafts_made_out_of_hope_are_said_to_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 9.5, 9, 8), 1)
+    assert schedule.reason(1) == "off: drafts are predicted to gain -5 % at the best, depth 1, with 1 request"
+    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    schedule.restart(rates(10, 9.5, 9, 8), 1)
+    assert schedule.reason(1) == "drafts of depth 1 are being judged with 1 request"
+    schedule.restart(rates(10, 11, 9, 8), 1)
+    assert schedule.reason(1) == "drafts of depth 1: depth 1 is predicted to gain +10 % with 1 request"
+
+
 def test_hopes_of_many_requests_fall_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_module, "HOPE", 0.12)
     hopes = []

@@ -18,9 +18,10 @@ from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
 from specmamba.draft.sizing.ratios import MOST_EXPECTED, Brought
-from specmamba.draft.sizing.rounds import Bounds, SizedBatch
-from specmamba.draft.sizing.sizer import STEPS_TO_FORGET, DraftSizer
-from specmamba.kernels.draft_sizing import SAMPLED, Floats, TreeArrays
+from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch
+from specmamba.draft.sizing.schedule import ROUND
+from specmamba.draft.sizing.sizer import FIRST_DRAFTS, STEPS_TO_FORGET, DraftSizer
+from specmamba.kernels.draft_sizing import LENGTH, SAMPLED, Floats, TreeArrays
 
 D, K, NODES, TOKENS = 4, 3, 8, 192
 FADING, OF_NODE = 0.94, 1.2  # of a stretch by step, and how much nodes differ beside that
@@ -81,6 +82,18 @@ class Load:
             accepted = self.step(batch, rows, 1 / (1 + np.exp(-z)))
             got += 1 + accepted
             self.tokens += size + accepted.sum()
+
+    def begin(self, *rows: int) -> SizedBatch:
+        """Start requests whose steps are those of ``draft``."""
+        for row in rows:
+            self.sizer.begin(row, SAMPLED, self.rng.integers(0, 1000, 50).tolist())
+        return SizedBatch(np.array(rows), np.full(len(rows), SAMPLED), np.full(len(rows), D), lambda: 0)
+
+    def draft(self, batch: SizedBatch, chance: float) -> Round:
+        """Make a step without stretches; returns the round that it is of."""
+        self.step(batch, tuple(batch.rows.tolist()), np.full((len(batch.rows), D), chance))
+        assert self.sizer._round is not None
+        return self.sizer._round
 
     def step(self, batch: SizedBatch, rows: tuple[int, ...], p: Floats) -> np.ndarray:
         """Make a step; returns the accepted nodes of each row."""
@@ -181,6 +194,63 @@ def test_what_is_known_of_a_request_fades_while_nothing_is_drafted(monkeypatch: 
     assert sizer._forgets(batch)
     assert (sizer.state.values_of_row[1:3] == 0.5).all()
     assert not sizer._forgets(batch)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_first_drafts_correct_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was expected of them."""
+    load = Load(1, monkeypatch)
+    batch = load.begin(*range(1, size + 1))
+    while load.sizer._num_drafts[SAMPLED] < FIRST_DRAFTS:
+        load.draft(batch, 0.7)
+    for _ in range(ROUND):  # of the last of these drafts, and the first step after them
+        load.draft(batch, 0.7)
+    assert (load.sizer._of_bucket(size).ratios == 1.0).all()
+    for _ in range(100):
+        load.draft(batch, 0.7)
+    assert (load.sizer._of_bucket(size).ratios != 1.0).any()
+
+
+def test_a_try_corrects_nothing_where_what_was_known_has_faded(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, num_tries = Load(1, monkeypatch), 0
+    sizer, batch = load.sizer, load.begin(1)
+    for _ in range(60):
+        load.draft(batch, 0.8)
+    assert sizer.schedule.depth
+    while sizer._num_forgotten < LENGTH:
+        load.draft(batch, 0.05)
+    before = sizer._of_bucket(1).ratios
+    assert (before != 1.0).any()
+    while num_tries < 3:
+        is_faded = sizer._num_forgotten > 0
+        now = tried = load.draft(batch, 0.05)
+        if now.size.depth and not now.size.is_probe and is_faded:
+            while now is tried:
+                now = load.draft(batch, 0.05)
+            num_tries += 1
+            assert (sizer._of_bucket(1).ratios == before).all()
+
+
+def test_another_request_in_a_row_is_not_compared_with_what_was_expected_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = Load(1, monkeypatch)
+    sizer, batch = load.sizer, load.begin(1, 2)
+    for _ in range(600):
+        load.draft(batch, 0.8)
+    while sizer.figures.num_steps - sizer._age > 2:  # so that the next round begins without another look
+        load.draft(batch, 0.8)
+    sizer.begin(2, SAMPLED, [])
+    before, last, is_known, num_steps = sizer._of_bucket(2).ratios, sizer._round, False, 0
+    while not is_known:  # until a round began with enough drafts of its own
+        has_enough = sizer.state.next_of_row[1:3].min() >= LENGTH
+        now = load.draft(batch, 0.8)
+        assert (sizer._of_bucket(2).ratios == before).all()
+        last, is_known, num_steps = now, has_enough and now is not last, num_steps + 1
+    assert LENGTH <= num_steps < 10 * LENGTH
+    for _ in range(200):
+        load.draft(batch, 0.8)
+    assert (sizer._of_bucket(2).ratios != before).any()
 
 
 def test_what_options_bring_corrects_what_is_expected_of_them() -> None:

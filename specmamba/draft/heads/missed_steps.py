@@ -67,7 +67,7 @@ class MissedSteps(NoDrafter):
         self._roots[batch.row_index] = batch.root_positions + (verdict.num_accepted + 1)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        self._complete.clear()
+        self._complete.difference_update(rows)
 
     def forget(self, row: int) -> None:
         """Start a request in this row, or start it over."""

@@ -1,8 +1,9 @@
 """When drafts change: their present depth and form, probes while nothing is drafted, and tries of other options.
 
-A deeper draft is made after a predicted gain of 3 % for 8 steps, a shallower one after 3 steps; when the number of
-requests changes, at once. Below a gain of 2 % over plain decoding nothing is drafted. Then a quarter of the requests at
-the most is drafted for at depth 1 now and then, at intervals that double, so that it is seen when drafts pay again.
+A draft is made deeper, or shallower, when two looks in a row ask for it, by a predicted gain of 3 % where both draft;
+looks are 8 steps or more apart. When the number of requests changes, drafts change at once. Below a gain of 2 % over
+plain decoding nothing is drafted. Then a quarter of the requests at the most is drafted for at depth 1 now and then, at
+intervals that double, so that it is seen when drafts pay again.
 
 What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
 try loses 0.3 % of the time: the worse an option is thought to be, the seldomer it is tried. With another number of
@@ -231,6 +232,8 @@ class DraftSchedule:
         requests = f"{num_requests} request{'s' if num_requests != 1 else ''}"
         if self.depth:
             shape = "chains" if self.is_chain else "drafts"
+            if self.gains[self._place] < LEAST_GAIN:  # hopes are higher
+                return f"{shape} of depth {self.depth} are being judged with {requests}"
             return f"{shape} of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
         return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
 

@@ -88,7 +88,10 @@ class DraftSizer:
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.rests = RestTimes()
         self._brought: dict[int, Brought] = {}  # by the bucket of requests
-        self._looked: Floats = np.zeros(2 * (bounds.num_steps + 1))  # rates of options, by kept drafts alone
+        # rates of options, by kept drafts alone, and the rows that they are of: all have enough drafts of their own
+        self._looked: Floats = np.full(2 * (bounds.num_steps + 1), np.nan)
+        self._looked_rows: tuple[int, ...] = ()
+        self._own_from = np.zeros(num_rows + 1, np.int64)  # number of the first kept draft behind all others, by row
         self._of_probe: dict[int, float] = {}  # plain steps that a probe takes longer, by the bucket of requests
         self.last_seconds: float | None = None  # of the newest step
         self.learns_on_host = False  # ``learn`` follows the planned step
@@ -128,6 +131,9 @@ class DraftSizer:
         self._end_round()  # it may be of the request that had this row before
         draft_sizing.begin(self.state, row, mode)
         self._repeats.begin(row, tokens)
+        self._own_from[row] = 0
+        if row in self._looked_rows:
+            self._looked_rows = ()
         self.schedule.begin()
 
     def again(self, rows: tuple[int, ...]) -> DraftSize | None:
@@ -308,7 +314,7 @@ class DraftSizer:
             self.schedule.passed(len(done.seconds), len(steps))
             if done.drafted and len(done.rows) == self._num_requests:
                 self._charge(done)
-                if done.size.drafted is None and not done.size.is_probe and self._knows(done.batch):
+                if done.size.drafted is None and not done.size.is_probe and done.rows == self._looked_rows:
                     self._learn_tokens(done)
             if done.decided:
                 self._hear(done)
@@ -377,6 +383,7 @@ class DraftSizer:
             self._age = -1
         if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
             self._num_drafts[batch.modes] += ROUND
+            self._looked_rows = ()
             return DraftSize(deepest), ROUND  # little is known of such requests
         now = self._figures.num_steps
         if self._age < 0:
@@ -402,6 +409,7 @@ class DraftSizer:
             places = state.next_of_row[batch.rows] % LENGTH
             state.values_of_row[batch.rows, places] = state.values_of_mode[batch.modes, places]
             state.next_of_row[batch.rows] += 1
+        self._own_from[batch.rows] = state.next_of_row[batch.rows]
         state.of_row[batch.rows] *= 1.0 - number / LENGTH
         self._num_forgotten += number
         return True
@@ -442,6 +450,7 @@ class DraftSizer:
         draws = self._figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
         times = Times(self._seconds, self._chain_places, self._chain_seconds)
         self._looked = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, times)
+        self._looked_rows = tuple(batch.rows.tolist()) if self._knows(batch) else ()
         return self._looked * self._of_bucket(len(batch.rows)).ratios * self._is_option
 
     def _of_bucket(self, num_requests: int) -> Brought:
@@ -452,7 +461,7 @@ class DraftSizer:
 
     def _knows(self, batch: SizedBatch) -> bool:
         """Whether what is expected of these requests comes from drafts of their own."""
-        return self._num_forgotten == 0 and int(self.state.next_of_row[batch.rows].min()) >= LENGTH
+        return int((self.state.next_of_row - self._own_from)[batch.rows].min()) >= LENGTH
 
     def _learn_tokens(self, done: Round) -> None:
         """Learn from what drafts for all requests brought."""
