@@ -41,7 +41,6 @@ __all__ = [
     "begin",
     "calibration_error",
     "choose",
-    "chosen",
     "learn",
     "look",
     "pack",
@@ -54,8 +53,9 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     Raises:
         ValueError: operands differ in shape or dtype (native form).
     """
-    offer.chosen = _form().choose(state, drafted, offer)
-    return offer.chosen
+    chosen: Chosen = _form().choose(state, drafted, offer)
+    offer.written = chosen if native_ops.code() is None else native_ops.written(offer)
+    return chosen
 
 
 def arrange(state: SizerState, drafted: Drafted, offer: Offer) -> None:
@@ -66,13 +66,6 @@ def arrange(state: SizerState, drafted: Drafted, offer: Offer) -> None:
     """
     if native_ops.code() is not None:
         native_ops.arrange(state, drafted, offer)
-
-
-def chosen(offer: Offer) -> Chosen:
-    """What the newest call of ``choose`` with this offer has written, or a replay of it."""
-    found = offer.chosen if native_ops.code() is None else native_ops.chosen(offer)
-    assert found is not None
-    return found
 
 
 def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:

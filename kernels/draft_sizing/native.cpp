@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 2;
+constexpr int64_t kDrawn = 2, kLength = 24, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 2, kSharedLater = 16;
 constexpr double kLargestLogit = 12, kLargestWeight = 4, kLargestOffset = 8, kLargestOfRow = 2.5;
 constexpr double kRateOfWeight = 0.01, kRateOfRow = 0.25, kLastCount = 100, kFading = 0.999;
 constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1, kShareBelow = 1.0;
@@ -160,7 +160,7 @@ void remember(const State& s, int64_t row, int64_t mode, const double* values, c
               int64_t depth, int64_t rows) {
   for (int64_t c = 0; c < count; ++c) {
     double& odds = s.odds[(mode * s.num_depths + s.depths[c] - 1) * s.num_ranks + s.ranks[c]];
-    odds += kWeightOfOdds * (p[c] - odds);
+    if (p[c] > 0) odds += kWeightOfOdds * values[c] / p[c] * (p[c] - odds);
   }
   double* found = s.values_of_row + (row * kLength + s.next_of_row[row] % kLength) * s.candidates;
   const int64_t last = std::find(s.depths, s.depths + count, depth) - s.depths;
@@ -168,7 +168,8 @@ void remember(const State& s, int64_t row, int64_t mode, const double* values, c
   const double above = bounded_logit(p[last]) - bounded_logit(usual);
   fill(s, values, count, depth, mode, s.of_row[row] + kShareBelow * above, found);
   ++s.next_of_row[row];
-  if (++s.next_of_mode[mode] % std::max<int64_t>(rows / kShared, 1) == 0)
+  const int64_t interval = s.shared_of_mode[mode] < kLength ? 1 : kSharedLater;
+  if (++s.next_of_mode[mode] % std::max<int64_t>(rows / kShared, interval) == 0)
     std::copy_n(found, s.candidates,
                 s.values_of_mode + (mode * kLength + s.shared_of_mode[mode]++ % kLength) * s.candidates);
 }

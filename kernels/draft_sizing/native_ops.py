@@ -66,7 +66,8 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     bound = _BOUND[offer]
     of_state, of_drafted, of_offer = bound.structs
     library.required(code()).sizing_choose(of_state, of_drafted, bound.trees, of_offer, bound.chosen)
-    return chosen(offer)
+    found = bound.chosen
+    return Chosen(found.num_nodes, found.width, bool(found.is_chain), found.expected)
 
 
 def arrange(state: SizerState, drafted: Drafted, offer: Offer) -> None:
@@ -81,10 +82,9 @@ def arrange(state: SizerState, drafted: Drafted, offer: Offer) -> None:
     of_offer.seconds, of_offer.most_nodes = offer.seconds.ctypes.data, len(offer.seconds) - 1
 
 
-def chosen(offer: Offer) -> Chosen:
-    """Read what the newest call has written."""
-    found = _BOUND[offer].chosen
-    return Chosen(found.num_nodes, found.width, bool(found.is_chain), found.expected)
+def written(offer: Offer) -> Any:
+    """The structure that the newest call has written, or a replay of it; it stays where it is."""
+    return _BOUND[offer].chosen
 
 
 def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:

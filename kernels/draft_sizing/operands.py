@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ GREEDY, SAMPLED, DRAWN = range(3)  # modes: sampled and decided under ``target``
 NUM_MODES = 3
 MAX_DEPTH, MAX_RANK = 8, 4  # deeper nodes and higher ranks share the last offset
 NUM_BINS = 10  # of the calibration error
-LENGTH = 8  # drafts that are kept, for each row and for each mode
+LENGTH = 24  # drafts that are kept, for each row and for each mode
 FIRST_ODDS = (0.6, 0.12, 0.05, 0.03)  # of ranks, before anything is known
 FIRST_COUNT, FIRST_THRESHOLD = 8.0, 0.3
 
@@ -152,7 +152,7 @@ class Offer:
     seconds: Floats  # [T + 1], time of a step by its nodes; T is the largest number
     nodes_per_row: int = 0  # take so many of every row; 0: those that pay
     num_rows: int = -1  # B'; -1: R
-    chosen: Chosen | None = None  # what the newest call of ``choose`` has written, where it is not native
+    written: Any = None  # has the ``num_nodes`` of the newest call of ``choose``, or of a replay of it, in little time
 
     def __post_init__(self) -> None:
         self.num_rows = len(self.tokens) if self.num_rows < 0 else self.num_rows

@@ -31,7 +31,8 @@ RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 100.0
 FADING = 0.999  # of old observations in the calibration error, at each new one
 WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
 SHARE_BELOW = 1.0  # of how much likelier the last level is than usual, in the levels below it
-SHARED = 2  # of so many drafts in a step one is kept for new requests of its mode
+# of so many drafts in a step one is kept for new requests of its mode, and of so many drafts, once there are some
+SHARED, SHARED_LATER = 2, 16
 
 
 def begin(state: SizerState, row: int, mode: int) -> None:
@@ -58,7 +59,8 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     _calibrate(state, drafted, offer)
     values = path_values(drafted.p[:size, :count], offer.parents, offer.depth)
     for i in range(size):
-        is_shared = (int(state.next_of_mode[modes[i]]) + 1) % max(size // SHARED, 1) == 0
+        interval = 1 if state.shared_of_mode[modes[i]] < LENGTH else SHARED_LATER
+        is_shared = (int(state.next_of_mode[modes[i]]) + 1) % max(size // SHARED, interval) == 0
         place = int(drafted.rows[i]), int(modes[i]), is_shared
         _remember(state, place, values[i], drafted.p[i, :count], offer.depth)
     if offer.nodes_per_row:
@@ -249,7 +251,8 @@ def _remember(state: SizerState, of: tuple[int, int, bool], values: Floats, p: F
     row, mode, is_shared = of
     for c in range(len(p)):
         place = mode, state.depths[c] - 1, state.ranks[c]
-        state.odds[place] += WEIGHT_OF_ODDS * (p[c] - state.odds[place])
+        if p[c] > 0:  # a node counts by the probability that its parent is accepted
+            state.odds[place] += WEIGHT_OF_ODDS * values[c] / p[c] * (p[c] - state.odds[place])
     last = int(np.flatnonzero(state.depths[: len(p)] == depth)[0])
     above = bounded_logit(float(p[last])) - bounded_logit(float(state.odds[mode, depth - 1, state.ranks[last]]))
     found = filled(state, values, depth, mode, float(state.of_row[row]) + SHARE_BELOW * above)

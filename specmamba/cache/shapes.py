@@ -10,7 +10,6 @@ import torch
 MIN_PENDING_CAPACITY = 16
 # of a request, whose states are kept for a draft head that had no part in their steps: 64 are enough to draft as well
 MISSED_TOKENS = 96
-MISSED_AT_ONCE = 32  # of these tokens, that get memory at once
 SCALE_DTYPE = torch.float32  # of stored codes
 
 
@@ -165,6 +164,14 @@ class CacheShape:
         """Bytes of the snapshots of one running request: a state, in float32, and a window per node."""
         per_node = self.num_state_layers * self.state.state_bytes(self.dtype)
         return max_nodes * per_node
+
+
+def missed_room(max_nodes: int) -> int:
+    """Return the tokens of a request that there is room for while a draft head skips steps: a power of two.
+
+    A step of ``max_nodes`` nodes writes behind the tokens that are kept.
+    """
+    return 1 << (MISSED_TOKENS + max_nodes - 1).bit_length()
 
 
 def pending_token_capacity(max_nodes: int) -> int:

@@ -43,7 +43,8 @@ def build_drafter(
         return ModelDrafter(models.draft, plan, kv_pool, table)
     head = models.target.draft_head
     assert head is not None
+    dtype = models.target.cache_shape.dtype
     own_kv = kv_pool.from_layer(num_attention_layers(models.target.target))
     if isinstance(head, BlockHead):
-        return BlockDrafter(head, plan, kv_pool, table, own_kv)
-    return MTPDrafter(head, plan, kv_pool, table, models.target.cache_shape.dtype, own_kv)
+        return BlockDrafter(head, plan, kv_pool, table, dtype, own_kv)
+    return MTPDrafter(head, plan, kv_pool, table, dtype, own_kv)

@@ -65,7 +65,7 @@ class Drafter(ABC):
     has_pending_tokens = False  # ``prepare`` returns pending tokens
     max_steps = 0  # depth of the deepest offer
     drafts_chains = False  # has ``propose_chain``
-    can_skip = False  # has ``skip``
+    stand_in: NoDrafter | None = None  # takes part in steps without drafts in its place; None: it takes part in all
     num_distributions = 0  # that drafts of a row are drawn from at the most, and one for a node without children
 
     @abstractmethod
@@ -176,16 +176,13 @@ class Drafter(ABC):
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """End the step; ``decided`` are the tokens after each root: accepted drafts and the target's own token."""
 
-    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
-        """End a step that the drafter had no part in, not even ``prepare``; arguments of ``observe``, ``advance``."""
-        raise NotImplementedError
-
 
 class NoDrafter(Drafter):
     """Plain decoding: the tree is its root."""
 
     max_nodes = 1
     is_capturable = True
+    like: NoDrafter | None = None  # captured steps begin as those of this one; None: only it has steps like its own
 
     def propose(self, batch: Batch) -> DraftTree:
         return root_tree(batch)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
-from specmamba.core import Batch, DraftTree, Verdict
-from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
+from specmamba.core import Batch, DraftTree
+from specmamba.draft.drafter import Drafter, NoDrafter, chain_shape, root_tree, tree_shape
 from specmamba.errors import ConfigError
 
 
@@ -20,8 +20,6 @@ class TextDrafter(Drafter):
 
     Only the trees go to the device. The trees of a batch are padded to the largest; a row without drafts has its root.
     """
-
-    can_skip = True
 
     def __init__(self, max_nodes: int, max_children: int, table: RequestTable) -> None:
         """Allocate the known tokens of all rows.
@@ -33,6 +31,7 @@ class TextDrafter(Drafter):
         """
         self.max_nodes = max_nodes
         self._max_children = max_children
+        self.stand_in = _Listener(self)
         # the known tokens of the request in each row, its root included
         self._history = torch.zeros(table.num_rows + 1, table.max_positions, dtype=torch.int32)
         self._lengths = torch.zeros(table.num_rows + 1, dtype=torch.int64)
@@ -70,8 +69,15 @@ class TextDrafter(Drafter):
             history[row, lengths[row] : end] = tokens
             lengths[row] = end
 
-    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
-        self.advance(rows, decided)
+
+class _Listener(NoDrafter):
+    """Tells a text drafter what is decided in steps without drafts."""
+
+    def __init__(self, drafter: TextDrafter) -> None:
+        self._drafter = drafter
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        self._drafter.advance(rows, decided)
 
 
 def read_corpus(

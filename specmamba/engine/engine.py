@@ -598,8 +598,9 @@ class Engine:
 
     def _observe_rest(self, news: Sequence[News]) -> None:
         """Let the sizer know how long the host has worked on a step since it was read."""
-        if news and self.runner.sizer is not None:
-            self.runner.sizer.observe_rest(time.perf_counter() - self._finished)
+        sizer = self.runner.sizer
+        if sizer is not None and sizer.times_rest and news:
+            sizer.observe_rest(time.perf_counter() - self._finished)
 
     def settle(self) -> None:
         """Read the step in flight, if there is one; the next call of ``step`` tells about it.

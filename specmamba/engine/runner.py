@@ -16,7 +16,7 @@ from specmamba.cache.pair_writes import PairWrites
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.cuda_graphs import DirectRead, HostRead
-from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
+from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.repeats import LONGEST_START
@@ -66,7 +66,6 @@ class Runner:
         self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of each view in every step
         self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints
-        self.idle_drafter = NoDrafter()  # in steps that the drafter skips
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self._restricted: tuple[tuple[tuple[int, ...], bool], bool] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
@@ -192,7 +191,7 @@ class Runner:
             return None
         columns = output.columns if extend is None else (*output.columns, extend.is_finite)
         read, num_nodes = graphs.replay.read(columns), step.num_nodes
-        return StepInFlight(requests, rows, output, read, False, False, True, began, num_nodes, True, bucket, extend)
+        return StepInFlight(requests, rows, output, read, drafter, False, True, began, num_nodes, True, bucket, extend)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -220,8 +219,9 @@ class Runner:
         sizer, size = self.sizer, None
         if sizer is not None:
             size = sizer.again(rows) or self._plan(sizer, requests, rows)
-        skips = size is not None and size.depth == 0 and self.drafter.can_skip
-        drafter = self.idle_drafter if skips else self.drafter
+        drafter = self.drafter
+        if size is not None and size.depth == 0 and drafter.stand_in is not None:
+            drafter = drafter.stand_in
         chains = self._predicted(requests)
         output, leads = self._run_captured(requests, rows, size, drafter, chains), False
         if output is None:
@@ -235,7 +235,7 @@ class Runner:
         is_usual = is_usual and not (self._is_in_parts or self._catches_up)
         learns = chains is None and size is not None and size.depth > 0 and all(r.follower is None for r in requests)
         num_nodes = output.tokens.shape[1]
-        return StepInFlight(requests, rows, output, read, skips, learns, is_usual, began, num_nodes, leads)
+        return StepInFlight(requests, rows, output, read, drafter, learns, is_usual, began, num_nodes, leads)
 
     def expect(self, step: StepInFlight, gone: Collection[Request]) -> None:
         """Count what ``launch`` would have counted, for a step that was launched before the one before it was read.
@@ -271,13 +271,10 @@ class Runner:
             kept = [-1 if r in ended else n for r, n in zip(requests, num_accepted, strict=True) if r not in gone]
             there = [place for place, request in enumerate(requests) if request not in gone]
             self.pools.advance(kept)
-            self.drafter.advance([rows[place] for place in there], [decided[place] for place in there])
+            step.drafter.advance([rows[place] for place in there], [decided[place] for place in there])
             return results
         self.pools.advance(num_accepted)
-        if step.skips:
-            self.drafter.skip(rows, decided, output.verdict, output.features)
-        else:
-            self.drafter.advance(rows, decided)
+        step.drafter.advance(rows, decided)
         self.probe.lap("commit")
         if sizer is not None:
             if step.learns and sizer.learns_on_host:

@@ -46,11 +46,12 @@ class Workbench:
         self._engine = engine
         self._kept: dict[tuple[str, str], Drafter] = {}  # by flags and plan: drafters whose steps have been captured
         self._sizers: dict[tuple[str, str], DraftSizer | None] = {}  # by the same: what they have learned
-        # plain decoding replays the steps of drafters that sit out, so that both are timed by one record; by the layers
-        # that are read for drafts
+        # plain decoding replays the forwards of drafters that sit out, so that both are timed by one record; by the
+        # layers that are read for drafts
+        self._idle_drafters: dict[tuple[int, ...], NoDrafter] = {}
         if type(engine.runner.drafter) is NoDrafter:
-            engine.runner.idle_drafter = engine.runner.drafter
-        self._idle_drafters: dict[tuple[int, ...], NoDrafter] = {engine.feature_layers: engine.runner.idle_drafter}
+            self._idle_drafters[engine.feature_layers] = engine.runner.drafter
+        self._let_sit_out(engine.runner.drafter)
 
     @property
     def replays_steps(self) -> bool:
@@ -126,7 +127,7 @@ class Workbench:
             )
         drafter = None if plan.algorithm == "none" else self._make_drafter(plan, config)
         engine.config, engine.draft_plan = config, plan
-        idle = engine.runner.idle_drafter = self._idle_drafters.setdefault(engine.feature_layers, NoDrafter())
+        idle = self._let_sit_out(drafter)
         engine.runner.drafter = idle if drafter is None else drafter
         engine.model.target.read_features(engine.feature_layers)
         graphs = engine.runner.graph_runner
@@ -143,6 +144,13 @@ class Workbench:
         if graphs is not None:
             graphs.replay.serve()
         engine.flush_cache()  # cached states have no features for this drafter
+
+    def _let_sit_out(self, drafter: Drafter | None) -> NoDrafter:
+        """Let steps that a drafter sits out begin as those of plain decoding, whose drafter is returned."""
+        idle = self._idle_drafters.setdefault(self._engine.feature_layers, NoDrafter())
+        if drafter is not None and drafter.stand_in is not None:
+            drafter.stand_in.like = idle
+        return idle
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
         """Accept drafts with a given probability, for studies of cost; the text is worthless. None: judge drafts."""

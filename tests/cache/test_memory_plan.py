@@ -21,11 +21,11 @@ from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.memory.demand import GRAPH_BYTES
 from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import (
-    MISSED_AT_ONCE,
     MISSED_TOKENS,
     CacheShape,
     KVShape,
     StateShape,
+    missed_room,
     pending_token_capacity,
 )
 from specmamba.cache.state_pool import StatePool
@@ -105,7 +105,7 @@ class TestBytes:
         assert made.kv_bytes == num_bytes(kv)
         assert made.state_bytes == num_bytes(states)
         # tokens and features of the MTP drafter
-        pending_tokens = 4 * (pending_token_capacity(4) + 2 * MISSED_TOKENS + MISSED_AT_ONCE) * (8 + 4 * 7)
+        pending_tokens = 4 * (pending_token_capacity(4) + missed_room(4) + MISSED_TOKENS) * (8 + 4 * 7)
         per_request = table.kv_slots.nbytes + pending_tokens + sum(x.nbytes for x in counts._tensors or ())
         distributions = 0 if accept == "target" else 3 * 4 * 6 * 4 * VOCAB  # rows, nodes, distributions per node
         assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator) + distributions, abs=8)

@@ -1,4 +1,4 @@
-"""When drafts change: hysteresis, probes, tries of other options."""
+"""When drafts change: hysteresis, probes, tries of other options, and text that repeats itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from specmamba.draft.sizing import schedule as schedule_module
 from specmamba.draft.sizing.allowance import AT_FIRST, LEAST, MOST, OVERDRAFT, SHARE, Allowance
+from specmamba.draft.sizing.repeats import LONGEST_START, Repeats
 from specmamba.draft.sizing.rounds import MOST_SLOWER, Round, SizedBatch
 from specmamba.draft.sizing.schedule import (
     CALM_ROUND,
@@ -24,6 +26,13 @@ from specmamba.draft.sizing.schedule import (
 
 NUM_STEPS = 3
 ANY = np.full(8, NUM_STEPS)
+LOOP = [7, 8, 9, 10]
+
+
+@pytest.fixture(autouse=True)
+def _no_hope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains are what they are thought to be; tests of hopes say otherwise."""
+    monkeypatch.setattr(schedule_module, "HOPE", 0.0)
 
 
 def rates(*of_depth: float, chains: tuple[float, ...] = ()) -> np.ndarray:
@@ -70,7 +79,7 @@ def test_one_look_changes_nothing() -> None:
     found[1] = 100
     schedule.judge(found, 16)
     assert schedule.depth == 2
-    assert schedule.next(ANY)[1] < 8  # the next decision comes soon
+    assert schedule.next(ANY)[1] == SHORT_ROUND  # the next decision comes soon
     schedule.judge(found, 4)
     assert schedule.depth == 1
 
@@ -318,7 +327,7 @@ def test_a_try_that_seems_to_pay_does_not_go_on_forever() -> None:
         in_a_row = in_a_row + count if size.depth and not size.is_probe else 0
         longest = max(longest, in_a_row)
     assert schedule.depth == 0
-    assert longest == 8 + 4 * 4
+    assert longest == 8 + 4 * SHORT_ROUND
 
 
 def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -> None:
@@ -395,7 +404,7 @@ def test_drafts_that_never_pay_lose_a_percent_of_the_time_whatever_is_thought_of
     schedule.restart(rates(10, 12, 14, 8), 8)
     assert schedule.depth == 2
     lost, _ = lossy_steps(schedule, 2.0, 2000)
-    assert lost <= AT_FIRST + OVERDRAFT + 0.0075 * 2000 + 24
+    assert lost <= AT_FIRST + OVERDRAFT + 0.0075 * 2000 + ROUND + 3 * SHORT_ROUND
     lost, made = lossy_steps(schedule, 2.0, 20_000)
     assert 0.002 * made < lost < 0.01 * made  # they are still tried, in case that they pay
 
@@ -407,7 +416,7 @@ def test_drafts_that_pay_are_never_stopped_and_their_gains_are_not_kept_for_long
     assert schedule.depth == 2
     assert schedule._tries.allowance.left <= MOST
     lost, _ = lossy_steps(schedule, 2.0, 2000)
-    assert lost <= MOST + OVERDRAFT + 0.0075 * 2000 + 24
+    assert lost <= MOST + OVERDRAFT + 0.0075 * 2000 + ROUND + 3 * SHORT_ROUND
     assert schedule.depth == 0
 
 
@@ -445,3 +454,78 @@ def test_a_step_that_was_held_up_loses_little() -> None:
     for seconds in (8.0, *[2.0] * 14, 1000.0):
         done.note(seconds, [[1, 2]])
     assert (done.drafted_seconds, done.drafted_tokens) == (8.0 + 14 * 2.0 + MOST_SLOWER * 2.0, 32)
+
+
+def test_a_loop_is_seen_and_ends() -> None:
+    repeats = Repeats()
+    repeats.begin(3, [1, 2])
+    for _ in range(40):
+        repeats.add([3], [[LOOP]])
+    assert repeats.share([3]) > 0.99
+    repeats.add([3], [[range(100, 200)]])
+    assert repeats.share([3]) < 0.01
+
+
+def test_tokens_of_the_prompt_count_where_they_come_again() -> None:
+    repeats = Repeats()
+    repeats.begin(0, [*LOOP, *range(50, 80)])
+    assert repeats.share([0]) == 0.0
+    repeats.add([0], [[LOOP * 2]])
+    assert repeats.share([0]) == pytest.approx((1 - (15 / 16) ** 2) * (1 + (15 / 16) ** 4))  # 9 and 10, twice
+
+
+def test_a_long_prompt_is_cut() -> None:
+    repeats = Repeats()
+    repeats.begin(0, [*LOOP, *range(100, 100 + LONGEST_START)])
+    repeats.add([0], [[LOOP]])
+    assert repeats.share([0]) == 0.0
+
+
+def test_rows_are_apart_and_another_request_starts_anew() -> None:
+    repeats = Repeats()
+    for row in (0, 5):
+        repeats.begin(row, LOOP)
+    for _ in range(40):
+        repeats.add([0, 5], [[LOOP, [len(repeats._texts[5].after) + 1000]]])
+    assert repeats.share([0, 5]) == pytest.approx(0.5, abs=0.01)
+    repeats.begin(0, [])
+    assert repeats.share([0]) == 0.0
+
+
+def test_what_was_seen_little_is_hoped_to_be_better_and_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 11, 14, 13)
+    schedule.restart(found, 1)
+    assert schedule.depth == 2
+    of_depth = [0] * (NUM_STEPS + 1)
+    for _ in range(400):
+        size, count = schedule.next(ANY[:1])
+        schedule.passed(count, count)
+        schedule.judge(found, count)
+        of_depth[size.depth] += count
+    assert 150 < of_depth[3] < 1500  # until the hope is smaller than the difference
+    assert of_depth[2] > 4 * of_depth[3]
+    assert of_depth[1] < 150
+    assert schedule.depth == 2
+
+
+def test_drafts_made_out_of_hope_are_said_to_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 9.5, 9, 8), 1)
+    assert schedule.reason(1) == "off: drafts are predicted to gain -5 % at the best, depth 1, with 1 request"
+    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    schedule.restart(rates(10, 9.5, 9, 8), 1)
+    assert schedule.reason(1) == "drafts of depth 1 are being judged with 1 request"
+    schedule.restart(rates(10, 11, 9, 8), 1)
+    assert schedule.reason(1) == "drafts of depth 1: depth 1 is predicted to gain +10 % with 1 request"
+
+
+def test_hopes_of_many_requests_fall_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    hopes = []
+    for size in (1, 2, 8):
+        schedule = DraftSchedule(NUM_STEPS)
+        schedule.restart(rates(10, 11, 14, 13), size)
+        schedule.passed(48, 48)
+        hopes.append(float(schedule._hopes[2] / schedule.gains[2]) - 1.0)
+    np.testing.assert_allclose(hopes, 0.12 / np.sqrt([2, 3, 5]))

@@ -13,6 +13,7 @@ import pytest
 from specmamba.kernels.draft_sizing import (
     DRAWN,
     GREEDY,
+    LENGTH,
     NUM_MODES,
     Drafted,
     Ints,
@@ -147,7 +148,7 @@ def test_native_code_decides_and_learns_as_the_reference(width: int, nodes_per_r
 @pytest.mark.parametrize("form", FORMS)
 def test_a_chain_is_judged_by_the_mean_of_all_kept_drafts(form: Any) -> None:
     state = new_state()
-    values = np.linspace(0.1, 0.8, 8)[:, None] ** state.depths
+    values = np.linspace(0.1, 0.8, LENGTH)[:, None] ** state.depths
     state.values_of_row[2] = values
     times = Times(
         np.ones((DEPTH + 1, MAX_NODES + 1)), np.array([0, RANKS]), np.array([np.inf, 2.0, 4.0, np.inf, np.inf])

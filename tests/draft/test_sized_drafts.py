@@ -5,6 +5,8 @@ Decisions are drawn at random: depth, chains or chosen trees, requests that are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,14 @@ import pytest
 import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.shapes import MISSED_AT_ONCE, MISSED_TOKENS
 from specmamba.config import DEMO_MODEL
-from specmamba.core import RequestOutput
+from specmamba.core import Batch, RequestOutput, Verdict
 from specmamba.draft.heads import MTPDrafter, missed_steps
 from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import NOTHING, DraftSize
-from specmamba.sampling_params import SpeculationParams
+from specmamba.draft.sizing.sizer import CHAINS_TO_LEARN
+from specmamba.sampling_params import SamplingBatch, SpeculationParams
 from tests.decisions import decide_at_random, without_measurement
 
 PROMPTS = [
@@ -88,9 +90,13 @@ def test_texts_are_the_plain_ones_whatever_is_decided(plain: list[str], way: str
 
 
 def entries_after(
-    sizes: list[DraftSize], captured: bool, monkeypatch: pytest.MonkeyPatch, num_steps: int
+    sizes: list[DraftSize],
+    captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    num_steps: int,
+    waits: Sequence[int] = (),
 ) -> tuple[list[str], torch.Tensor, int]:
-    """Draft as told in each step.
+    """Draft as told in each step; the first request has no part in those whose numbers are in ``waits``.
 
     Returns:
         The texts, keys and values of the head for the first request after ``num_steps`` steps [positions, ...], and the
@@ -102,13 +108,18 @@ def entries_after(
         assert sizer is not None
         assert isinstance(drafter, MTPDrafter)
         assert drafter._own_kv is not None
-        left = iter(sizes)
+        left, numbers, ready = iter(sizes), count(1), llm.engine.constraints.ready
 
         def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
             sizer._predict(batch)
             return next(left), 1
 
+        def some(requests: Any, is_idle: bool) -> Any:
+            is_waiting = next(numbers) in waits
+            return [r for r in ready(requests, is_idle=is_idle) if not is_waiting or r.request_id != "0"]
+
         monkeypatch.setattr(sizer, "_planned", planned)
+        monkeypatch.setattr(llm.engine.constraints, "ready", some)
         for i, prompt in enumerate(PROMPTS[:3]):
             llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params[i])
         texts, found = dict.fromkeys("012", ""), torch.zeros(0)
@@ -117,7 +128,7 @@ def entries_after(
                 texts[delta.request_id] += delta.text
             num_steps -= 1
             if num_steps == 0:
-                request = llm.engine.scheduler.verifying[0]
+                request = next(r for r in llm.engine.scheduler.verifying if r.request_id == "0")
                 positions = torch.arange(1, request.root_position - 8)[None]
                 slots = llm.engine.pools.table.slots_at(torch.tensor([request.held_row]), positions)[0]
                 found = torch.stack([layer[slots].float() for layer in (*drafter._own_kv.k, *drafter._own_kv.v)], 1)
@@ -140,12 +151,11 @@ def test_the_drafter_skips_steps_and_runs_their_tokens_when_it_comes_back(
 
 def test_what_was_missed_too_long_ago_is_nothing_and_the_rest_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     always, entries, _ = entries_after([DraftSize(1)] * 100, True, monkeypatch, 44)
-    monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 16)
-    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 5)
+    monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 15)
     texts, found, _ = entries_after([NOTHING] * 40 + [DraftSize(3)] * 60, True, monkeypatch, 46)
     assert texts == always
     is_nothing = found.flatten(1).abs().sum(1) == 0
-    assert is_nothing.sum() == 40 + 1 - 15  # three runs of 5
+    assert is_nothing.sum() == 40 + 1 - 15
     end = int(is_nothing.nonzero()[-1])
     assert not is_nothing[end + 1 :].any()
     number = int(is_nothing.nonzero()[0])
@@ -153,109 +163,108 @@ def test_what_was_missed_too_long_ago_is_nothing_and_the_rest_is_as_it_was(monke
     assert (found[end + 1 : end + 15] - entries[end + 1 : end + 15]).abs().max() > 0  # they see what is nothing
 
 
-@pytest.mark.parametrize("num_kept", [0, 1, 2])
-def test_a_row_that_sat_out_comes_back_without_what_it_missed(num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of the others push out its tokens."""
-    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    with LLM(dtype="float32", speculative_algorithm="none") as llm:
-        plain = [out.text for out in llm.generate(PROMPTS[:2], params)]
+@pytest.mark.parametrize("num_kept", [0, 1, 20])
+def test_a_row_that_sat_out_comes_back_with_what_it_missed(num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the others go on meanwhile; the head knows what it would know if these had not been made."""
     monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 8)
-    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 2)
-    with LLM(dtype="float32", speculative_adaptive="auto") as llm:
-        sizer, ready = llm.engine.runner.sizer, llm.engine.constraints.ready
-        assert sizer is not None
-        sizes, num_steps = iter([NOTHING] * 30 + [DraftSize(3)] * 60), 0
+    waits, drafts = range(8, 30 - num_kept), [DraftSize(3)] * 60
+    num_missed = 30 - len(waits)
+    texts, found, num_accepted = entries_after([NOTHING] * 30 + drafts, True, monkeypatch, 50, waits)
+    always, entries, _ = entries_after([NOTHING] * num_missed + drafts, True, monkeypatch, num_missed + 20)
+    assert texts == always
+    assert num_accepted > 20
+    number = min(len(found), len(entries))
+    assert number > num_missed
+    torch.testing.assert_close(found[:number], entries[:number], rtol=1e-4, atol=1e-5)
+    num_lost = max(num_missed - 8, 0)
+    assert (found.flatten(1).abs().sum(1) == 0).sum() == num_lost + (num_lost > 0)  # the pending one is lost with them
 
-        def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
-            sizer._predict(batch)
-            return next(sizes), 1
 
-        def some(requests: Any, is_idle: bool) -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            found = ready(requests, is_idle=is_idle)
-            return [r for r in found if r.request_id == "1" or not 8 <= num_steps < 30 - num_kept]
+class Missing:
+    """Skipped steps, and the positions of roots that a head would know."""
 
-        monkeypatch.setattr(sizer, "_planned", planned)
-        monkeypatch.setattr(llm.engine.constraints, "ready", some)
-        for i, prompt in enumerate(PROMPTS[:2]):
-            llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params)
-        texts = dict.fromkeys("01", "")
-        while llm.engine.has_unfinished_requests:
-            for delta in llm.engine.step():
-                assert delta.error is None
-                texts[delta.request_id] += delta.text
-    assert [texts[name] for name in "01"] == plain
+    def __init__(self, max_nodes: int = 2) -> None:
+        self.steps = missed_steps.MissedSteps((4, max_nodes, 1), torch.float32, torch.device("cpu"), lambda x: 10 * x)
+        self.roots = [0] * 4
+
+    def begin(self, row: int, root: int) -> None:
+        self.steps.forget(row)
+        self.roots[row] = root
+
+    def skip(self, starts: dict[int, int], decided: list[list[int]]) -> None:
+        """Skip a step of rows whose roots are at these positions; tokens are named by row and position."""
+        width = max(map(len, decided))
+        rows, positions = torch.tensor([*starts]), torch.tensor([*starts.values()])
+        tokens = torch.tensor([[*given, *[-5] * (width + 1 - len(given))] for given in decided])
+        accepted = torch.tensor([len(given) - 1 for given in decided])
+        path = torch.arange(width).flip(0).expand(len(decided), -1)  # node 0 is the last one of a path
+        verdict = Verdict(path, accepted, tokens, tokens[:, 0], accepted >= 0)
+        features = (100.0 * rows[:, None] + positions[:, None] + torch.arange(width)).flip(1)[..., None]
+        sampling = SamplingBatch.of([SamplingParams()] * len(rows), [0] * len(rows), torch.device("cpu"))
+        batch = Batch(tuple(starts), rows, rows, positions, int(positions.max()), sampling)
+        self.steps.observe(batch, verdict, features)
+        self.steps.advance([*starts], decided)
+
+    def take(self, *rows: int) -> dict[int, missed_steps.MissedTokens]:
+        found = {row: self.steps.take(row, self.roots[row], n) for row, n in self.steps.among(rows, self.roots)}
+        for row, missed in found.items():
+            self.roots[row] += missed.num_lost + len(missed.tokens)
+        return found
 
 
 def test_missed_tokens_of_rows_that_take_part_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 4)
-    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 1)
-    missed = missed_steps.MissedSteps()
-    for number in range(3):
-        missed.add((1, 2), [[10 + number], [20 + number]], torch.full((2, 1, 3), float(number)))
-    for number in range(3, 6):
-        missed.add((2,), [[20 + number]], torch.full((1, 1, 3), float(number)))
-    one, two = missed.take(1), missed.take(2)
-    assert (one.num_lost, one.newest_lost, one.tokens) == (2, 11, [12])
-    assert (two.num_lost, two.tokens, two.states[:, 0].tolist()) == (2, [22, 23, 24, 25], [2, 3, 4, 5])
-    assert not missed
-    missed.add((1,), [[7]], torch.zeros(1, 1, 3))
-    for number in range(4):
-        missed.add((2,), [[number]], torch.zeros(1, 1, 3))
-    one = missed.take(1)
-    assert (one.num_lost, one.newest_lost, one.tokens) == (1, 7, [])
+    missing = Missing()
+    missing.begin(1, 10)
+    missing.begin(2, 300)
+    assert not missing.take(1, 2)
+    for i in range(3):
+        missing.skip({1: 10 + i, 2: 300 + i}, [[11 + i], [301 + i]])
+    for i in range(3, 200):
+        missing.skip({2: 300 + i}, [[301 + i]])
+    found = missing.take(1, 2, 3)
+    assert (found[1].num_lost, found[1].tokens, found[1].states.flatten().tolist()) == (
+        0,
+        [11, 12, 13],
+        [1100, 1110, 1120],
+    )
+    assert (found[2].num_lost, found[2].tokens) == (196, [497, 498, 499, 500])
+    assert found[2].states.flatten().tolist() == [6960, 6970, 6980, 6990]
+    assert not missing.take(1, 2, 3)
+    missing.skip({1: 13}, [[14]])
+    assert missing.take(2) == {}
+    assert missing.take(1)[1].tokens == [14]
 
 
-def test_missed_steps_of_several_tokens_between_those_of_one() -> None:
-    missed = missed_steps.MissedSteps()
-    states = torch.arange(20.0).reshape(2, 10, 1)
-    for first, decided in ((0, [[1], [51]]), (1, [[2], [52]]), (2, [[3, 4], [53]]), (4, [[5], [54]]), (5, [[6], [55]])):
-        missed.add((1, 2), decided, states[:, first : first + max(map(len, decided))])
-    missed.forget(2)
-    missed.add((1, 2), [[7], [61]], states[:, 6:7])
-    one, two = missed.take(1), missed.take(2)
-    assert (one.tokens, one.states.flatten().tolist()) == ([1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6])
-    assert (two.tokens, two.states.flatten().tolist()) == ([61], [16])
+def test_missed_steps_of_several_tokens_between_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step writes behind its last token is written over, and pushes out nothing that is kept."""
+    monkeypatch.setattr(missed_steps, "MISSED_TOKENS", 6)
+    missing = Missing(max_nodes=2)
+    assert missing.steps._tokens.shape[1] == 128
+    monkeypatch.setattr(missed_steps, "missed_room", lambda max_nodes: 8)
+    missing = Missing(max_nodes=2)
+    missing.begin(1, 0)
+    for start, tokens in ((0, [1]), (1, [2]), (2, [3, 4]), (4, [5]), (5, [6])):
+        missing.skip({1: start}, [tokens])
+    missing.skip({1: 6, 2: 40}, [[7], [41, 42]])
+    missing.begin(2, 50)
+    missing.skip({1: 7, 2: 50}, [[8], [51, 52]])
+    missing.skip({1: 8, 2: 52}, [[9, 10], [53]])
+    found = missing.take(1, 2)
+    assert (found[1].num_lost, found[1].tokens) == (4, [5, 6, 7, 8, 9, 10])
+    assert found[1].states.flatten().tolist() == [1040 + 10 * i for i in range(6)]
+    assert (found[2].num_lost, found[2].tokens) == (0, [51, 52, 53])
+    assert found[2].states.flatten().tolist() == [2500, 2510, 2520]
 
 
-def test_missed_steps_whose_states_lie_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of captured steps, in between steps of other rows."""
-    monkeypatch.setattr(missed_steps, "MISSED_AT_ONCE", 4)
-    missed, states, others = missed_steps.MissedSteps(), torch.zeros(2, 1, 3), torch.zeros(1, 1, 3)
-    again = []
-
-    def add(rows: tuple[int, ...], found: torch.Tensor, number: int) -> None:
-        found.fill_(number)
-        decided = [[100 * row + number] for row in rows]
-        again.append(missed.add_again(rows, decided, found))
-        if not again[-1]:
-            missed.add(rows, decided, found)
-
-    for number in range(6):
-        add((1, 2), states, number)
-    for number in range(6, 8):
-        add((2,), others, number)
-    add((1, 2), states, 8)
-    missed.forget(1)
-    for number in range(9, 11):
-        add((1, 2), states, number)
-    assert again == [False, False, True, True, False, True, False, False, False, False, True]
-    one, two = missed.take(1), missed.take(2)
-    assert (one.tokens, one.states[:, 0].tolist()) == ([109, 110], [9, 10])
-    assert (two.tokens, two.states[:, 2].tolist()) == ([200 + i for i in range(11)], list(range(11)))
-
-
-@pytest.mark.parametrize("steps_alike", [1, 3, 100])
-def test_missed_steps_of_changing_rows_take_the_planned_memory(steps_alike: int) -> None:
-    missed, states = missed_steps.MissedSteps(), torch.zeros(2, 1, 8)
-    for number in range(1000):
-        rows = (0, 1 + number // steps_alike % 2)
-        if not missed.add_again(rows, [[1], [2]], states):
-            missed.add(rows, [[1], [2]], states)
-    held = sum(run.states.nbytes for run in missed._runs)
-    assert held <= (MISSED_TOKENS + 2 * MISSED_AT_ONCE) * states.nbytes
-    assert len(missed.take(0).tokens) >= MISSED_TOKENS - MISSED_AT_ONCE
+def test_a_request_misses_nothing_of_the_one_before_it_in_its_row() -> None:
+    missing = Missing()
+    missing.begin(1, 100)
+    missing.skip({1: 100, 2: 5}, [[101], [6]])
+    missing.begin(1, 20)
+    missing.skip({2: 6}, [[7]])  # it does not take part yet
+    assert 1 in missing.steps._complete  # so the host need not wait for the device
+    assert not missing.take(1)
 
 
 def learned(**flags: Any) -> tuple[list[str], Any]:
@@ -306,7 +315,7 @@ def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPat
 
 
 def test_most_chains_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One round of four judges probabilities; the text is the same, and every round tells what chains bring."""
+    """One round of eight judges probabilities; the text is the same, and every round tells what chains bring."""
     with LLM(dtype="float32", speculative_adaptive="auto") as llm:
         sizer = llm.engine.runner.sizer
         assert sizer is not None
@@ -326,7 +335,8 @@ def test_most_chains_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) ->
         output = llm.generate(PROMPTS[0], sampling(0))[0]
         judged = sizer.state.bins[:, 0].sum()
         kept = sizer.state.next_of_row.sum()
-    assert [size.learns for size in sizes[:5]] == [True, False, False, False, True]
+    assert [size.learns for size in sizes] == [i % CHAINS_TO_LEARN == 0 for i in range(len(sizes))]
+    assert len(sizes) > 4
     spec = output.spec
     observed = sum(count * min(accepted + 1, 2) for accepted, count in enumerate(spec.accepted_histogram))
     assert 0 < judged < 0.6 * observed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from specmamba.cache.shapes import MISSED_AT_ONCE, MISSED_TOKENS, CacheShape, pending_token_capacity
+from specmamba.cache.shapes import MISSED_TOKENS, CacheShape, missed_room, pending_token_capacity
 from specmamba.config import TEXT_ALGORITHMS, EngineConfig
 
 # Acceptance by rejection holds this many distributions over the vocabulary for every node of a step.
@@ -211,9 +211,9 @@ class Demand:
         launched behind it.
         """
         is_sized = self.config.speculative_adaptive == "auto"
-        missed = 2 * MISSED_TOKENS + MISSED_AT_ONCE if is_sized else 0  # joined where rows come back
+        missed = missed_room(max_nodes) + MISSED_TOKENS if is_sized else 0  # copied where rows come back
         if self.shape.draft_context:
-            return missed * self.shape.draft_context * self.shape.dtype.itemsize
+            return missed * (self.shape.draft_context * self.shape.dtype.itemsize + SLOT_BYTES)
         if not self.shape.draft_features or self.shape.draft_model is not None:
             return 0
         num_tokens = pending_token_capacity(max_nodes) + (missed or max_nodes)

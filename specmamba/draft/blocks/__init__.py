@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specmamba.cache.access import PagedKV, prefill_chunk
 from specmamba.cache.kv_pool import KVPool
@@ -46,9 +45,16 @@ class BlockDrafter(Drafter):
 
     is_capturable = True
     drafts_chains = True
-    can_skip = True
 
-    def __init__(self, head: BlockHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, own_kv: KVPool) -> None:
+    def __init__(
+        self,
+        head: BlockHead,
+        plan: DraftPlan,
+        kv_pool: KVPool,
+        table: RequestTable,
+        dtype: torch.dtype,
+        own_kv: KVPool,
+    ) -> None:
         """Make a drafter.
 
         Args:
@@ -56,6 +62,7 @@ class BlockDrafter(Drafter):
             plan: shapes of drafts; no static trees.
             kv_pool: has the head's keys and values.
             table: of requests.
+            dtype: of context vectors.
             own_kv: the part of ``kv_pool`` that is the head's alone.
         """
         self.max_nodes, self.max_steps = plan.max_nodes, plan.num_steps
@@ -67,11 +74,15 @@ class BlockDrafter(Drafter):
         self._trees = marginal_trees(*shape, self._device) if grows_trees and head.links is None else None
         self._widths = exact_widths(plan.num_steps, plan.max_nodes) if grows_trees and head.links is not None else None
         self.num_distributions = 1 + (plan.num_steps if self._widths is None else num_expanded(plan.topk, self._widths))
-        self._missed = MissedSteps()
+        self._missed: MissedSteps | None = None
+        if plan.is_sized:
+            rows = table.num_rows + 1, plan.max_nodes, head.width
+            self.stand_in = self._missed = MissedSteps(rows, dtype, self._device, head.combine)
         self._root = [0] * (table.num_rows + 1)  # positions of the roots, missed steps not counted
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._missed.forget(row)
+        if self._missed is not None:
+            self._missed.forget(row)
         self._root[row] = len(tokens) - 1
 
     def features(self, row: int, position: int) -> None:
@@ -165,24 +176,20 @@ class BlockDrafter(Drafter):
         for row, tokens in zip(rows, decided, strict=True):
             self._root[row] += len(tokens)
 
-    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
-        vectors = self.head.combine(_on_path(features, verdict, max(map(len, decided))))
-        self._missed.add(rows, decided, vectors)
-
     def _return_to(self, rows: Sequence[int]) -> None:
         """Go on after skipped steps: make the keys and values of their tokens, up to the roots."""
-        if not self._missed or not (rows := self._missed.among(rows)):
+        if self._missed is None:
             return
-        for row in rows:
-            missed, begin = self._missed.take(row), self._root[row]
+        for row, number in self._missed.among(rows, self._root):
+            begin = self._root[row]
+            missed = self._missed.take(row, begin, number)
             first = begin + missed.num_lost
             self._root[row] = first + len(missed.tokens)
             if missed.num_lost:  # what is not known becomes zeros, not those of other requests
                 positions = torch.arange(begin, first, device=self._device)[None]
                 self._own_kv.clear(self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten())
-            if missed.tokens:  # the vector of each is that of the token before it
-                chunk = prefill_chunk([row], [first], [missed.tokens], self._device)
-                self._remember_chunk(chunk, pad_sequence([missed.states], batch_first=True))
+            chunk = prefill_chunk([row], [first], [missed.tokens], self._device)
+            self._remember_chunk(chunk, missed.states[None])  # the vector of each is that of the token before it
 
     def _remember_chunk(self, chunk: PrefillChunk, vectors: Tensor) -> None:
         self._remember(vectors, chunk.row_index, chunk.positions, self._table.slots_of(chunk))

@@ -18,7 +18,7 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.descent import Descent
-from specmamba.draft.heads.missed_steps import MissedSteps, MissedTokens
+from specmamba.draft.heads.missed_steps import MissedSteps
 from specmamba.draft.heads.pending_tokens import PendingTokenTable, Window
 from specmamba.draft.heads.tree_growth import (
     StaticLayout,
@@ -89,7 +89,6 @@ class MTPDrafter(Drafter):
         self._picker = ChildPicker(plan.draws_drafts)
         self._layouts: dict[tuple[StaticTree, bool], StaticLayout] = {}
         self._kv_pool, self._own_kv = kv_pool, own_kv
-        self.can_skip = own_kv is not None
         self._table = table
         self._device = table.kv_slots.device
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
@@ -102,12 +101,16 @@ class MTPDrafter(Drafter):
             self._device,
         )
         self._stay: Sequence[bool] = ()  # the rows of the current step whose pending tokens are deferred
-        self._missed = MissedSteps()
+        self._missed: MissedSteps | None = None
+        if own_kv is not None and plan.is_sized:
+            shape = table.num_rows + 1, plan.max_nodes, head.width
+            self.stand_in = self._missed = MissedSteps(shape, dtype, self._device, head.combine)
         self._window: Window | None = None  # positions and slots of the current draft
         self._descent: Descent | None = None  # states of the current draft; None for heads of one module
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._missed.forget(row)
+        if self._missed is not None:
+            self._missed.forget(row)
         self.pending.begin(row, tokens)
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
@@ -219,14 +222,6 @@ class MTPDrafter(Drafter):
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         self.pending.advance(rows, [len(tokens) for tokens in decided], self._stay)
 
-    def skip(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], verdict: Verdict, features: Tensor) -> None:
-        if self._missed.add_again(rows, decided, features):
-            return
-        if features.shape[1] > 1:
-            longest = max(map(len, decided))
-            features = features.gather(1, verdict.path[:, :longest, None].expand(-1, -1, features.shape[2]))
-        self._missed.add(rows, decided, self.head.combine(features))
-
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over the pending tokens.
 
@@ -320,13 +315,13 @@ class MTPDrafter(Drafter):
 
     def _return_to(self, rows: Sequence[int]) -> None:
         """Go on after skipped steps: run their tokens, up to the roots."""
-        if not self._missed or not (rows := self._missed.among(rows)):
+        missing = [] if self._missed is None else self._missed.among(rows, self.pending.root)
+        if not missing:
             return
         runs: list[tuple[int, list[int], Tensor]] = []  # a row, tokens in front of its root, states after each
-        for row in rows:
-            missed = self._missed.take(row)
-            tokens, before = self._known(row, missed)
-            self.pending.root[row] += missed.num_lost + len(missed.tokens)
+        for row, number in missing:
+            tokens, before = self._known(row, number)
+            self.pending.root[row] += number
             self.pending.before[0][row, 0] = before[0]
             self.pending.restart(row, tokens[-1])
             if len(tokens) > 1:
@@ -339,9 +334,11 @@ class MTPDrafter(Drafter):
             chunk = prefill_chunk(of_group, starts, [tokens for _, tokens, _ in group], self._device)
             self._run_known(chunk, pad_sequence([states for _, _, states in group], batch_first=True))
 
-    def _known(self, row: int, missed: MissedTokens) -> tuple[list[int], Tensor]:
+    def _known(self, row: int, num_missed: int) -> tuple[list[int], Tensor]:
         """Return the pending and missed tokens of a row, up to the new root, and the states [n, H] before each."""
+        assert self._missed is not None
         pending, number = self.pending, self.pending.num_tokens[row]
+        missed = self._missed.take(row, pending.root[row], num_missed)
         if not missed.num_lost:
             tokens = pending.tokens[row, :number].tolist() + missed.tokens
             return tokens, torch.cat([pending.before[0][row, :number], missed.states])
@@ -351,8 +348,6 @@ class MTPDrafter(Drafter):
         positions = pending.root[row] + 1 + torch.arange(-number, missed.num_lost, device=self._device)[None]
         assert self._own_kv is not None
         self._own_kv.clear(self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten())
-        if not missed.tokens:
-            return [missed.newest_lost], pending.before[0][row, :1]
         return missed.tokens, missed.states
 
     def _complete(self, batch: Batch, pending_tokens: PendingTokens) -> None:

@@ -1,15 +1,16 @@
-"""Steps that a draft head had no part in, with the target's states, until the head runs their tokens."""
+"""Steps that a draft head has no part in: their newest tokens and the target's states, until the head runs them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import MISSED_AT_ONCE, MISSED_TOKENS
+from specmamba.cache.shapes import MISSED_TOKENS, missed_room
+from specmamba.core import Batch, Verdict
+from specmamba.draft.drafter import NoDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,163 +18,78 @@ class MissedTokens:
     """Those of one row."""
 
     num_lost: int  # the first ones, whose states are no longer known
-    newest_lost: int  # the last of these; any token if there are none
-    tokens: list[int]
+    tokens: list[int]  # the newest ones, at least one
     states: Tensor  # [k, H], before each of the tokens
 
 
-@dataclass(slots=True)
-class _Run:
-    """Steps in a row of the same rows, one token each; or one step, of any number of tokens."""
+class MissedSteps(NoDrafter):
+    """Stands in for a head in steps that it skips, and owns the newest ``MISSED_TOKENS`` tokens of each row.
 
-    first: int  # of its steps, by number
-    rows: tuple[int, ...]
-    states: Tensor  # [n, B, H], of all steps; with room for more of them if they have one token each
-    decided: list[Sequence[Sequence[int]]]  # of each step
-    num_tokens: int = 1  # of a step
-
-    def of(self, row: int, begin: int) -> tuple[list[int], Tensor]:
-        """The tokens of a row from step ``begin`` on, and the states before them."""
-        place, skipped = self.rows.index(row), max(begin - self.first, 0)
-        tokens = [token for decided in self.decided[skipped:] for token in decided[place]]
-        return tokens, self.states[skipped : skipped + len(tokens), place]
-
-
-@dataclass(slots=True)
-class _Room:
-    """For steps of one token whose states lie in the same memory of a CPU every time."""
-
-    run: _Run
-    source: Tensor  # [B, 1, H]
-    values: memoryview  # its memory
-    places: memoryview  # that of the run, step after step
-    begin: int  # of the next step in it
-
-
-@dataclass(slots=True)
-class _Lost:
-    number: int = 0
-    newest: int = 0
-
-
-class MissedSteps:
-    """Owns the newest missed steps of all rows, of ``MISSED_TOKENS`` tokens of a row at the most.
-
-    Rows are looked at when they come back, not in every step. A row that takes part in few of the steps may lose all of
-    its tokens to those of others. Steps are lost by runs of ``MISSED_AT_ONCE``.
+    Such a step writes them itself, by position, on the device: a captured step costs the host nothing for it.
     """
 
-    def __init__(self) -> None:
-        self._runs: deque[_Run] = deque()
-        self._num_steps = self._num_tokens = 0  # steps so far; tokens of the kept ones, of the row that has most
-        self._began: dict[int, int] = {}  # the first missed step of each row
-        self._lost: dict[int, _Lost] = {}  # tokens of each row in steps that are no longer kept
-        self._room: _Room | None = None
-        self._newest: Tensor | None = None  # states of the newest step
-
-    def __bool__(self) -> bool:
-        return bool(self._began)
-
-    def among(self, rows: Sequence[int]) -> list[int]:
-        """Return those of the rows that have missed steps."""
-        return [row for row in rows if row in self._began]
-
-    def add_again(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], states: Tensor) -> bool:
-        """Add a step like the newest one, in little time; False: there is no room, and nothing was done.
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        combine: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Allocate room for all rows.
 
         Args:
-            rows: as for ``add``.
-            decided: as for ``add``, one token for each row.
-            states: what ``add`` got, if it may be the same tensor.
+            shape: rows of the request table, row 0 included; nodes of a step at the most; H.
+            dtype: of states.
+            device: of the pools.
+            combine: makes states [..., H] of the target's features [..., F].
         """
-        room = self._room
-        if room is None or room.source is not states or room.run.rows != rows:
-            return False
-        begin = room.begin
-        room.begin = end = begin + len(room.values)
-        room.places[begin:end] = room.values  # PyTorch and NumPy take longer than a small copy
-        room.run.decided.append(decided)
-        self._num_steps += 1
-        self._num_tokens += 1
-        if end == len(room.places):
-            self._room = None
-        return True
+        num_rows, max_nodes, width = shape
+        room = missed_room(max_nodes)
+        self._last_column, self._combine = room - 1, combine
+        self._tokens = torch.zeros(num_rows, room, dtype=torch.int64, device=device)  # by position, modulo the room
+        self._states = torch.zeros(num_rows, room, width, dtype=dtype, device=device)  # before the token there
+        self._roots = torch.zeros(num_rows, dtype=torch.int64, device=device)  # positions, behind the newest step
+        self._complete: set[int] = set()  # rows that surely miss nothing
 
-    def add(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], states: Tensor) -> None:
-        """Add a step.
+    def may_follow(self, batch_size: int) -> bool:
+        return False
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Keep the decided tokens. Columns after a row's last one may hold anything until later steps write them."""
+        number = features.shape[1]
+        if number > 1:
+            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[2]))
+        first = batch.root_positions[:, None] + 1
+        columns = (first + torch.arange(number, device=first.device)) & self._last_column
+        rows = batch.row_index[:, None]
+        self._tokens[rows, columns] = verdict.path_tokens[:, :number]
+        self._states[rows, columns] = self._combine(features)
+        self._roots[batch.row_index] = batch.root_positions + (verdict.num_accepted + 1)
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        self._complete.difference_update(rows)
+
+    def forget(self, row: int) -> None:
+        """Start a request in this row, or start it over."""
+        self._roots[row].fill_(0)
+        self._complete.add(row)
+
+    def among(self, rows: Sequence[int], roots: Sequence[int]) -> list[tuple[int, int]]:
+        """Return those of some rows that have missed tokens, and how many; waits for the device where some may.
 
         Args:
             rows: of the request table.
-            decided: tokens of each.
-            states: [B, n, H], the target's before these tokens; they are copied.
+            roots: by row, positions of the roots behind the newest steps that were not skipped.
         """
-        for row in rows:
-            self._began.setdefault(row, self._num_steps)
-        number = states.shape[1]
-        if number == 1:
-            self._add_token(rows, decided, states)
-        else:
-            self._room = None
-            self._end_run()
-            self._runs.append(_Run(self._num_steps, rows, states.transpose(0, 1).clone(), [decided], number))
-        self._num_steps += 1
-        self._num_tokens += number
-        while self._num_tokens > MISSED_TOKENS:
-            self._lose_oldest()
+        if not (rows := [row for row in rows if row not in self._complete]):
+            return []
+        found = self._roots[torch.tensor(rows, device=self._roots.device)].tolist()
+        self._complete.update(rows)
+        return [(row, root - roots[row]) for row, root in zip(rows, found, strict=True) if root > roots[row]]
 
-    def forget(self, row: int) -> None:
-        """Drop what a row has missed."""
-        self._room = None  # the next step may be the first one that this row misses again
-        self._began.pop(row, None)
-        self._lost.pop(row, None)
-        if not self._began:
-            self._runs.clear()
-            self._num_tokens = 0
-
-    def take(self, row: int) -> MissedTokens:
-        """Return what a row has missed, and forget it."""
-        begin, lost = self._began[row], self._lost.get(row, _Lost())
-        own = [run.of(row, begin) for run in self._runs if row in run.rows and run.first + len(run.decided) > begin]
-        states = _joined([states for _, states in own], 0) if own else torch.zeros(0, 0)
-        self.forget(row)
-        return MissedTokens(lost.number, lost.newest, [token for tokens, _ in own for token in tokens], states)
-
-    def _add_token(self, rows: tuple[int, ...], decided: Sequence[Sequence[int]], states: Tensor) -> None:
-        """Add a step of one token, states [B, 1, H], to the newest run if it has room."""
-        run = self._runs[-1] if self._runs else None
-        if run is None or run.rows != rows or run.num_tokens > 1 or len(run.decided) == len(run.states):
-            self._end_run()
-            places = states.new_empty(MISSED_AT_ONCE, len(rows), states.shape[2])
-            run = _Run(self._num_steps, rows, places, [])
-            self._runs.append(run)
-        run.states[len(run.decided)] = states[:, 0]
-        run.decided.append(decided)
-        is_same, self._newest, self._room = states is self._newest, states, None
-        if is_same and states.is_cpu and states.is_contiguous() and len(run.decided) < len(run.states):
-            values, begin = _memory(states), len(run.decided)
-            self._room = _Room(run, states, values, _memory(run.states), begin * len(values))
-
-    def _end_run(self) -> None:
-        """Give back the room that the newest run has left, before another one begins."""
-        run = self._runs[-1] if self._runs else None
-        if run is not None and run.num_tokens == 1 and len(run.decided) < len(run.states):
-            run.states = run.states[: len(run.decided)].clone()
-
-    def _lose_oldest(self) -> None:
-        run = self._runs.popleft()
-        self._num_tokens -= run.num_tokens * len(run.decided)
-        for place, row in enumerate(run.rows):
-            begin = self._began.get(row, self._num_steps + 1) - run.first
-            if tokens := [token for decided in run.decided[max(begin, 0) :] for token in decided[place]]:
-                lost = self._lost.setdefault(row, _Lost())
-                lost.number, lost.newest = lost.number + len(tokens), tokens[-1]
-
-
-def _memory(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on a CPU, byte by byte."""
-    return x.detach().view(torch.uint8).numpy().reshape(-1).data
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate parts; one alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+    def take(self, row: int, root: int, number: int) -> MissedTokens:
+        """Return what a row has missed: ``number`` tokens, behind a root at this position."""
+        kept = min(number, MISSED_TOKENS)
+        columns = torch.arange(root + number - kept + 1, root + number + 1) & self._last_column
+        columns = columns.to(self._tokens.device)
+        return MissedTokens(number - kept, self._tokens[row, columns].tolist(), self._states[row, columns])

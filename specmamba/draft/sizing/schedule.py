@@ -1,8 +1,9 @@
 """When drafts change: their present depth and form, probes while nothing is drafted, and tries of other options.
 
-A deeper draft is made after a predicted gain of 3 % for 8 steps, a shallower one after 3 steps; when the number of
-requests changes, at once. Below a gain of 2 % over plain decoding nothing is drafted. Then a quarter of the requests at
-the most is drafted for at depth 1 now and then, at intervals that double, so that it is seen when drafts pay again.
+A draft is made deeper, or shallower, when two looks in a row ask for it, by a predicted gain of 3 % where both draft;
+looks are 8 steps or more apart. When the number of requests changes, drafts change at once. Below a gain of 2 % over
+plain decoding nothing is drafted. Then a quarter of the requests at the most is drafted for at depth 1 now and then, at
+intervals that double, so that it is seen when drafts pay again.
 
 What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
 try loses 0.3 % of the time: the worse an option is thought to be, the seldomer it is tried. With another number of
@@ -29,12 +30,12 @@ SHARE_OF_PROBES = 0.005  # of the time of all steps, at the most, from the first
 PROBED_SHARE = 4  # one request of so many is probed
 # steps of one decision: usually, while a change is near, where drafts have stayed as they are, and where they have long
 # not paid
-ROUND, SHORT_ROUND, CALM_ROUND, LONG_ROUND = 16, 4, 32, 192
+ROUND, SHORT_ROUND, CALM_ROUND, LONG_ROUND = 16, 8, 48, 192
 SHARE_OF_TRIES, LEAST_LOSS = 0.003, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES, FIRST_INTERVALS = {"plain": 64, "other": 24}, {"plain": 64, "other": 128}  # steps before, and between two
 SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try; steps that this may delay one
-NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
+NEAR = 0.85  # options whose rate is at least this share of the present one's are tried in turns
 FIRST_LOOKS, NEAR_AT_FIRST = 2, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
 TIMED_STEPS, MOST_TRIED_STEPS = 6, 24  # of a try: it ends when so many steps were timed, or made
 # short rounds that a try goes on where it is seen to gain so much: drafts change within four looks
@@ -42,6 +43,8 @@ MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 4, 1.05
 # a share of repeated tokens that leads to a try; how much more the next one needs; steps between two that do not pay
 LEAST_REPEATED, MORE_REPEATED, FIRST_ALARM = 0.3, 0.15, 32
 NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
+HOPE, STEPS_OF_HOPE = 0.12, 48.0  # by how much options may be better than they are thought to be; it falls with steps
+MOST_SEEN = 4  # requests whose steps say more than those of one: their times are the same
 WEIGHT = 0.3  # of a new look in the mean gains, after a short round
 
 
@@ -73,6 +76,7 @@ class _Tries:
     until: dict[str, int] = field(default_factory=lambda: dict(FIRST_TRIES))  # steps before the next one of a kind
     interval: dict[str, int] = field(default_factory=lambda: dict(FIRST_INTERVALS))
     allowance: Allowance = field(default_factory=Allowance)
+    num_steps: Floats = field(default_factory=lambda: np.zeros(0))  # of each option and of requests, so far
 
 
 NOTHING = DraftSize(0)
@@ -138,12 +142,10 @@ class DraftSchedule:
         self.gains += (1.0 - (1.0 - WEIGHT) ** (num_steps / SHORT_ROUND)) * (seen - self.gains)
         was_tried = not self.depth and self._counted == ("try",)
         self._paying = int(seen.argmax()) if was_tried and seen.max() >= GAIN_OF_FOLLOW_UP else None
-        place, best = self._place, self._best()
+        place, best, hopes = self._place, self._best(), self._hopes
         depth, is_chain = self.option(best)
         is_raise = depth > self.depth
-        self._is_calm = best == place or (
-            best > 0 and self.depth > 0 and self.gains[best] < GAIN_OF_CHANGE * self.gains[place]
-        )
+        self._is_calm = best == place or (best > 0 and self.depth > 0 and hopes[best] < GAIN_OF_CHANGE * hopes[place])
         if self._is_calm:
             self._wish_age = 0
             return
@@ -201,6 +203,8 @@ class DraftSchedule:
         """Count steps that were made as the newest ``next`` said, and those of them that were timed."""
         self._batch_age += num_steps
         self._tries.allowance.pass_steps(num_steps)
+        place = self._tried if self._counted == ("try",) else self._place
+        self._tries.num_steps[place] += num_steps * min(1 << self._bucket >> 1, MOST_SEEN)
         for name in self._counted:
             if name == "try":
                 self._num_tries, self._num_untimed = self._num_tries - num_steps, self._num_untimed - num_timed
@@ -228,6 +232,8 @@ class DraftSchedule:
         requests = f"{num_requests} request{'s' if num_requests != 1 else ''}"
         if self.depth:
             shape = "chains" if self.is_chain else "drafts"
+            if self.gains[self._place] < LEAST_GAIN:  # hopes are higher
+                return f"{shape} of depth {self.depth} are being judged with {requests}"
             return f"{shape} of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
         return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
 
@@ -236,8 +242,16 @@ class DraftSchedule:
         return self.depth + (self.num_steps + 1) * self.is_chain
 
     def _best(self) -> int:
-        best = int(self.gains.argmax())
-        return best if self.gains[best] >= LEAST_GAIN and self._tries.allowance.may_follow_a_sign else 0
+        hopes = self._hopes
+        best = int(hopes.argmax())
+        return best if hopes[best] >= LEAST_GAIN and self._tries.allowance.may_follow_a_sign else 0
+
+    @property
+    def _hopes(self) -> Floats:
+        """Gains, larger for options of which little has been seen: an upper bound of what they may be."""
+        hopes: Floats = self.gains * (1.0 + HOPE / np.sqrt(1.0 + self._tries.num_steps / STEPS_OF_HOPE))
+        hopes[0] = self.gains[0]
+        return hopes
 
     def _expect_news(self, num_requests: int) -> None:
         """Probe soon if all requests are other ones than at the last time, once for a batch that grows."""
@@ -250,7 +264,8 @@ class DraftSchedule:
     def _tries(self) -> _Tries:
         tries = self._tries_of.get(self._bucket)
         if tries is None:
-            tries = self._tries_of[self._bucket] = _Tries(np.zeros(len(self.gains), np.int64))
+            tries = _Tries(np.zeros(len(self.gains), np.int64), num_steps=np.zeros(len(self.gains)))
+            self._tries_of[self._bucket] = tries
         return tries
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import RestTimes, StepCosts
+from specmamba.draft.sizing.ratios import Brought
 from specmamba.draft.sizing.repeats import Repeats
 from specmamba.draft.sizing.rounds import (
     WARM_SECONDS,
@@ -51,14 +52,17 @@ from specmamba.kernels.draft_sizing import (
     TreeArrays,
 )
 
-# after which times are predicted anew, if no other kind of steps has been timed before: with drafts, and without
-COST_SECONDS, COST_SECONDS_WHERE_OFF = 0.25, 1.0
+# after which times are predicted anew: with drafts, without, and where another kind of steps was timed
+COST_SECONDS, COST_SECONDS_WHERE_OFF, COST_SECONDS_OF_CHANGE = 0.25, 1.0, 0.05
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
-DRAWS = 16  # kept drafts that are looked at, of all requests
-CHAINS_TO_LEARN = 4  # one round of chains of so many judges probabilities, which takes a few percent of a step
+DRAWS = 24  # kept drafts that are looked at, of all requests
+CHAINS_TO_LEARN = 8  # one round of chains of so many judges probabilities, which takes a few percent of a step
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
 WEIGHT_OF_PROBE = 0.25  # of a probe in the mean time of probes
 HEARD_STEPS = 48  # of a round without drafts, at the most, after which their tokens are looked at
+STEPS_TO_FORGET = 4  # without drafts, after which one of a request's kept drafts gives way to one of all requests
+RELAXING_ROUND = 32  # steps of a decision meanwhile, at the most
+STEPS_OF_DRAFT = 2  # of chains that are counted by the host, which make one kept draft
 REST_INTERVAL = 8  # steps of a round between two whose rest is timed
 
 
@@ -83,9 +87,15 @@ class DraftSizer:
         self.schedule, self._repeats = DraftSchedule(bounds.num_steps), Repeats()
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.rests = RestTimes()
+        self._brought: dict[int, Brought] = {}  # by the bucket of requests
+        # rates of options, by kept drafts alone, and the rows that they are of: all have enough drafts of their own
+        self._looked: Floats = np.full(2 * (bounds.num_steps + 1), np.nan)
+        self._looked_rows: tuple[int, ...] = ()
+        self._own_from = np.zeros(num_rows + 1, np.int64)  # number of the first kept draft behind all others, by row
         self._of_probe: dict[int, float] = {}  # plain steps that a probe takes longer, by the bucket of requests
         self.last_seconds: float | None = None  # of the newest step
         self.learns_on_host = False  # ``learn`` follows the planned step
+        self.times_rest = False  # ``observe_rest`` is to follow the newest step
         self._totals = totals
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
@@ -99,6 +109,7 @@ class DraftSizer:
         self._age = 0  # steps so far when rates were last judged; -1: never
         self._next_costs = 0.0  # when times are predicted anew, by the clock
         self._is_news = False  # since rates were judged
+        self._num_off = self._num_forgotten = 0  # steps without drafts in a row, and kept drafts that gave way
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
         self._kind, self._warm_up = (0, False), WarmUp()  # depth and form of the newest steps
         self._timed_kind = 0, False  # of the newest steps that were timed
@@ -120,6 +131,9 @@ class DraftSizer:
         self._end_round()  # it may be of the request that had this row before
         draft_sizing.begin(self.state, row, mode)
         self._repeats.begin(row, tokens)
+        self._own_from[row] = 0
+        if row in self._looked_rows:
+            self._looked_rows = ()
         self.schedule.begin()
 
     def again(self, rows: tuple[int, ...]) -> DraftSize | None:
@@ -217,6 +231,7 @@ class DraftSizer:
         now = self._round
         assert now is not None
         self.last_seconds = seconds
+        self.times_rest = now.num_left % REST_INTERVAL == 0
         now.seconds.append(seconds)
         size, offer = now.size, self._offer
         if not size.depth:
@@ -227,14 +242,14 @@ class DraftSizer:
             if size.is_probe:
                 self._note_probe(seconds)
         if not size.is_chain:
-            now.num_nodes.append(len(now.rows) if offer is None else draft_sizing.chosen(offer).num_nodes)
+            now.num_nodes.append(len(now.rows) if offer is None else offer.written.num_nodes)
         elif offer is None and num_accepted is not None:
             now.num_accepted.append(num_accepted)
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
         now = self._round
-        if now is not None and now.num_left % REST_INTERVAL == 0:
+        if now is not None:
             self.rests.observe(len(now.rows), (now.size.depth, now.size.is_chain), seconds)
 
     def stats(self) -> SizingStats:
@@ -286,6 +301,10 @@ class DraftSizer:
             return
         self._figures.count(done)
         self._is_news |= done.size.depth > 0
+        if done.size.depth and not done.size.is_probe:
+            self._num_off = self._num_forgotten = 0
+        elif not done.size.depth:
+            self._num_off += len(done.seconds)
         kind = done.size.depth, done.size.is_chain
         if kind != self._kind:
             self._kind, self._warm_up = kind, WarmUp()
@@ -295,10 +314,13 @@ class DraftSizer:
             self.schedule.passed(len(done.seconds), len(steps))
             if done.drafted and len(done.rows) == self._num_requests:
                 self._charge(done)
+                if done.size.drafted is None and not done.size.is_probe and done.rows == self._looked_rows:
+                    self._learn_tokens(done)
             if done.decided:
                 self._hear(done)
             if steps and kind != self._timed_kind:
-                self._timed_kind, self._next_costs = kind, 0.0
+                self._timed_kind = kind
+                self._next_costs = min(self._next_costs, time.perf_counter() + COST_SECONDS_OF_CHANGE)
             if steps and len(done.rows) == self._num_requests:
                 self._learn_times(done, steps)
             if done.num_accepted:
@@ -361,6 +383,7 @@ class DraftSizer:
             self._age = -1
         if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
             self._num_drafts[batch.modes] += ROUND
+            self._looked_rows = ()
             return DraftSize(deepest), ROUND  # little is known of such requests
         now = self._figures.num_steps
         if self._age < 0:
@@ -369,10 +392,27 @@ class DraftSizer:
         elif now - self._age >= SHORT_ROUND:
             if time.perf_counter() >= self._next_costs:
                 self._predict(batch)
-            if self._is_news:
+            if self._forgets(batch) or self._is_news:
                 self.schedule.judge(self._rates(batch), now - self._age)
             self._age, self._is_news = now, False
-        return self.schedule.next(batch.max_depths)
+        size, number = self.schedule.next(batch.max_depths)
+        is_relaxing = not self.schedule.depth and self._num_forgotten < LENGTH
+        return size, min(number, RELAXING_ROUND) if is_relaxing else number
+
+    def _forgets(self, batch: SizedBatch) -> bool:
+        """Let what is known of requests fade while nothing is drafted for them; whether it has changed."""
+        number = min(self._num_off // STEPS_TO_FORGET, LENGTH) - self._num_forgotten
+        if self.schedule.depth or number <= 0:
+            return False
+        state = self.state
+        for _ in range(number):
+            places = state.next_of_row[batch.rows] % LENGTH
+            state.values_of_row[batch.rows, places] = state.values_of_mode[batch.modes, places]
+            state.next_of_row[batch.rows] += 1
+        self._own_from[batch.rows] = state.next_of_row[batch.rows]
+        state.of_row[batch.rows] *= 1.0 - number / LENGTH
+        self._num_forgotten += number
+        return True
 
     def _predict(self, batch: SizedBatch) -> None:
         """Predict the times of steps of these requests, by depth and number of nodes."""
@@ -409,22 +449,60 @@ class DraftSizer:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
         draws = self._figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
         times = Times(self._seconds, self._chain_places, self._chain_seconds)
-        return draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, times) * self._is_option
+        self._looked = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, times)
+        self._looked_rows = tuple(batch.rows.tolist()) if self._knows(batch) else ()
+        return self._looked * self._of_bucket(len(batch.rows)).ratios * self._is_option
+
+    def _of_bucket(self, num_requests: int) -> Brought:
+        bucket = num_requests.bit_length()
+        if bucket not in self._brought:
+            self._brought[bucket] = Brought(self.bounds.num_steps)
+        return self._brought[bucket]
+
+    def _knows(self, batch: SizedBatch) -> bool:
+        """Whether what is expected of these requests comes from drafts of their own."""
+        return int((self.state.next_of_row - self._own_from)[batch.rows].min()) >= LENGTH
+
+    def _learn_tokens(self, done: Round) -> None:
+        """Learn from what drafts for all requests brought."""
+        size, number = done.size, len(done.rows)
+        if size.is_chain:
+            place = size.depth + self.bounds.num_steps + 1
+            seconds = self._chain_seconds.item(size.depth) * len(done.drafted)
+        else:
+            place, of_depth = size.depth, self._seconds[size.depth]
+            of_steps = zip(done.seconds, done.num_nodes, strict=True)
+            seconds = sum([of_depth.item(nodes) for took, nodes in of_steps if took is not None])
+        expected = float(self._looked[place]) * seconds
+        if math.isfinite(expected):
+            self._of_bucket(number).add(place, done.drafted_tokens, expected)
 
     def _remember_chains(self, done: Round) -> None:
-        """Keep what became of chains as one more kept draft of each request: the share of steps that reached a node."""
-        state, depth, places = self.state, done.size.depth, self._chain_places
+        """Keep what became of chains as kept drafts of each request: shares that reached a node, of few steps each."""
+        state, depth, places, batch = self.state, done.size.depth, self._chain_places, done.batch
         counts = np.array(done.num_accepted)  # [steps, B]
-        reached = (counts[..., None] > np.arange(depth)).mean(0)  # [B, depth]
-        for row, mode, shares in zip(done.batch.rows, done.batch.modes, reached, strict=True):
+        reached = counts[..., None] > np.arange(depth)  # [steps, B, depth]
+        mean = reached.mean(0)
+        for mode, shares in zip(batch.modes, mean, strict=True):
             odds, above = state.odds[mode, :, 0], np.concatenate([[1.0], shares[:-1]])
             weight = WEIGHT_OF_ODDS * len(counts) * above
             odds[:depth] += np.minimum(weight, 1.0) * (shares / np.maximum(above, 1e-9) - odds[:depth])
-            values = state.values_of_row[row, state.next_of_row[row] % LENGTH]
-            values[:] = 0.0
-            values[places[:depth]] = shares[: len(places)]
-            values[places[depth:]] = shares[-1] * np.cumprod(odds[depth : len(places)])
-            state.next_of_row[row] += 1
+        firsts = np.arange(0, len(counts), STEPS_OF_DRAFT)
+        sizes = np.diff(firsts, append=len(counts))
+        shares = np.add.reduceat(reached, firsts, axis=0, dtype=float) / sizes[:, None, None]  # [G, B, depth]
+        shares = shares[-LENGTH:]
+        values = np.zeros((*shares.shape[:2], len(state.depths)))
+        values[..., places[:depth]] = shares[..., : len(places)]
+        below = np.cumprod(state.odds[batch.modes, depth : len(places), 0], axis=1)
+        values[..., places[depth:]] = shares[..., -1:] * below
+        state.values_of_row[batch.rows, (state.next_of_row[batch.rows] + np.arange(len(values))[:, None]) % LENGTH] = (
+            values
+        )
+        state.next_of_row[batch.rows] += len(values)
+        for mode in np.unique(batch.modes):
+            row = int(np.flatnonzero(batch.modes == mode)[0])
+            state.values_of_mode[mode, state.shared_of_mode[mode] % LENGTH] = values[-1, row]
+            state.shared_of_mode[mode] += 1
 
 
 def _options(num_steps: int) -> Floats:

@@ -16,7 +16,7 @@ from specmamba.cache.shapes import pending_token_capacity
 from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.cuda_graphs import GraphReplay, NextPart, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
-from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
+from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
@@ -333,7 +333,7 @@ class StepGraphRunner:
                 self.inputs.advance(kind, output.verdict, most_unfolded)
             return output
 
-        first: tuple[str, Hashable] = "drafted", name
+        first: tuple[str, Hashable] = "drafted", (name.like or name) if isinstance(name, NoDrafter) else name
         if drafts is None:  # the target's features are those that a head reads
             first = "given", call.drafter if call.drafter.is_capturable else None
         most_unfolded = self._most_unfolded(kind, call.drafter) if drafts is call.drafter else None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specmamba.cuda_graphs import HostRead
+from specmamba.draft.drafter import Drafter
 from specmamba.engine.request import ChunkState, PrefillRun, Request
 from specmamba.verify.result import StepOutput
 
@@ -27,7 +28,7 @@ class StepInFlight(NamedTuple):
     rows: tuple[int, ...]
     output: StepOutput
     read: HostRead  # of the columns of ``output`` that the host reads
-    skips: bool  # the drafter has no part in it
+    drafter: Drafter  # that took part in it
     learns: bool  # acceptance of these drafts says something about others
     is_usual: bool  # it was replayed as a whole: its time says something about others
     began: float  # time of its launch
