@@ -352,8 +352,8 @@ class TestNothingAsksTheDevice:
         [
             lambda x: torch_ops.softmax_routing(x, 3, True),
             lambda x: torch_ops.topk_softmax_routing(x, 3),
-            lambda x: moe.sigmoid_routing(x, x[0], 3, 1, 1, True, 1.0),
-            lambda x: moe.sigmoid_routing(x, x[0], 3, 4, 2, False, 1.0),
+            lambda x: torch_ops.sigmoid_routing(x, x[0], 3, 1, 1, True, 1.0),
+            lambda x: torch_ops.sigmoid_routing(x, x[0], 3, 4, 2, False, 1.0),
             lambda x: torch_ops.PlainRouter(x)(x),
             lambda x: torch_ops.dispatch(x, torch_ops.topk_softmax_routing(x, 3).experts, 12)[1].ends,
             lambda x: torch_ops.combine(x, Groups(x[:, 0].long(), x[0].int()), x[:, :1]),
