@@ -155,11 +155,11 @@ void moe_shares(const float* x, int64_t rows, const int64_t* live, float* y, int
 }
 
 // Each row of x [rows, n] over its sum, from left to right, and `tiny` -> y; `live` as above.
-void moe_normalise(const float* x, int64_t rows, const int64_t* live, float* y, int64_t n, float tiny) {
+void moe_normalise(const float* x, int64_t rows, const int64_t* live, float* y, int64_t n, double tiny) {
   for (int64_t t = 0; t < live_rows(rows, live); ++t) {
     float total = 0;
     for (int64_t i = t * n; i < (t + 1) * n; ++i) total += x[i];
-    total += tiny;
+    total += static_cast<float>(tiny);
     for (int64_t i = t * n; i < (t + 1) * n; ++i) y[i] = x[i] / total;
   }
 }

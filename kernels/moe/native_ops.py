@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -284,7 +284,7 @@ def code() -> ctypes.CDLL | None:
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
         "scores": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_int, c_int],
         "shares": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
-        "normalise": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float],
+        "normalise": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_double],
         "dispatch": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int],
         "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 3],
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3],
