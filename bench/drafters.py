@@ -7,7 +7,7 @@
 All texts are cut from the held-out files, which the demo was not trained on: *held-out* are the bundled prompts with
 what follows them, *edit* and *agent* those of ``specmamba.bench.demo.edits``. Outputs are *replayed* (the text's own),
 *sampled* at temperature 0.8, or *greedy*. There is an engine for each drafter, all in this process. In each round all
-of them run all shapes beside plain decoding, in an order that rotates, so that a slow minute affects all.
+of them run all shapes beside plain decoding, in an order that rotates, so that none is always first.
 
 Every entry of ``runs`` has the counts and figures of ``specmamba/measure/acceptance/figures.py``. Acceptance is a count
 that repeats to the digit; speeds are medians of the rounds, with the smallest and the largest.

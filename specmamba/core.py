@@ -353,3 +353,7 @@ class Verdict:
     path_tokens: Tensor  # [B, N + 1] int64; tokens of path[1:], then the bonus token, then padding
     bonus: Tensor  # [B] int64; the target's own token after the path: the next root
     is_finite: Tensor  # [B] bool; False where the target's logits are not finite and nothing can be decided
+
+    def on_path(self, x: Tensor) -> Tensor:
+        """Return what nodes have, [B, N, F], in the order of the paths; behind a path it is that of any node."""
+        return x if x.shape[1] == 1 else x.gather(1, self.path[..., None].expand_as(x))

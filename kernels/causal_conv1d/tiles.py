@@ -97,11 +97,8 @@ def _variant(
         gates: their type, as in LFM2; None: there are none.
     """
     width, channels = (4, 8192) if gates is None else (3, 2048)
-    tile = tile_for(tokens or 1)
-    if kernel is kernels.tree_in_place_kernel:
-        tile = tree_tile(tokens or 1)
-    elif tokens is None:
-        tile = WINDOW_TILE
+    choose = tree_tile if kernel is kernels.tree_in_place_kernel else tile_for
+    tile = WINDOW_TILE if tokens is None else choose(tokens)
     sizes = {"WIDTH": width, "BLOCK_C": tile.channels} if tokens is None else constexprs(tile, width, channels, blocks)
     pointers |= {"y": gates or "fp32"} | ({} if gates is None else {"in_gate": gates, "gate": gates})
     absent = {"bias", "windows", "num_pending", "folds", "in_gate", "gate"} - pointers.keys()

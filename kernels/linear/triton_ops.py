@@ -85,8 +85,8 @@ class TritonInt8Weight(torch_ops.Int8Weight):
             complaint = f"an int8 weight [{n}, {k}] on {self._weight.device} cannot multiply"
             raise ValueError(f"{complaint} {x.dtype} {list(x.shape)} on {x.device}")
         num_rows = x.numel() // k
-        is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-        if not is_narrow and (x.dtype is not torch.float32 or num_rows > MAX_ROWS_FP32):
+        is_few_fp32 = x.dtype is torch.float32 and num_rows <= MAX_ROWS_FP32
+        if not (is_few_fp32 or x.dtype in (torch.bfloat16, torch.float16)):
             return super().__call__(x)
         return multiply(x.reshape(num_rows, k), self._weight, self._scale).view(*x.shape[:-1], n)
 

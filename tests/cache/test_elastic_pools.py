@@ -41,6 +41,18 @@ def small(num_pages: int = 16, num_slots: int = 4) -> Memory:
     return Memory.made(1, "lru", num_pages, num_slots, context=20)
 
 
+def nearly_full(num_free: int, *texts: Text) -> Memory:
+    """64 pages of which some are free, and 8 slots of which none is; these texts have been left in the cache."""
+    memory = small(num_pages=64, num_slots=8)
+    pools = memory.pools
+    for text in texts:
+        memory.end(memory.start(f"{text[0]}", text))
+    while pools.states.num_free:
+        assert pools.states.allocate("other") is not None
+    assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - num_free) is not None
+    return memory
+
+
 class TestWhatMoves:
     def test_a_checkpoint_that_moves_is_known_to_request_and_buffers(self) -> None:
         memory = small()
@@ -146,14 +158,9 @@ class TestWhatMakesRoom:
     @pytest.mark.parametrize(("num_free", "has_moved"), [(4, False), (9, False), (10, True), (30, True)])
     def test_for_a_few_free_pages_the_line_does_not_move(self, num_free: int, has_moved: bool) -> None:
         """The oldest of two states goes instead, as long as they are less than a tenth of the memory."""
-        memory = small(num_pages=64, num_slots=8)
+        memory = nearly_full(num_free, A, B)
         pools, cache = memory.pools, memory.manager.cache
         assert pools.split is not None
-        for text in (A, B):
-            memory.end(memory.start(f"{text[0]}", text))
-        while pools.states.num_free:
-            assert pools.states.allocate("other") is not None
-        assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - num_free) is not None
         assert cache.make_room(0, 1)
         assert pools.split.stats.num_moves == has_moved
         assert cache.stats.evicted_states == (not has_moved)
@@ -161,24 +168,17 @@ class TestWhatMakesRoom:
         assert cache.peek(memory.request("a", A).key())[0] == (5 if has_moved else 0)
 
     def test_pages_that_are_needed_do_not_count_as_free(self) -> None:
-        memory = small(num_pages=64, num_slots=8)
+        memory = nearly_full(15, A)
         pools, cache = memory.pools, memory.manager.cache
         assert pools.split is not None
-        memory.end(memory.start("a", A))
-        while pools.states.num_free:
-            assert pools.states.allocate("other") is not None
-        assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - 15) is not None
         assert cache.make_room(8, 1)
         assert (pools.split.stats.num_moves, cache.stats.evicted_states) == (0, 1)
         assert pools.kv.allocator.num_free >= 8
 
     def test_the_line_moves_for_a_few_free_pages_where_no_state_can_go(self) -> None:
-        memory = small(num_pages=64, num_slots=8)
+        memory = nearly_full(5)
         pools = memory.pools
         assert pools.split is not None
-        while pools.states.num_free:
-            assert pools.states.allocate("other") is not None
-        assert pools.kv.allocator.allocate(pools.kv.allocator.num_free - 5) is not None
         assert memory.manager.cache.make_room(0, 1)
         assert pools.split.stats.num_moves == 1
 

@@ -71,11 +71,8 @@ class Load:
 
     def run(self, size: int, chance: float) -> None:
         """Run new requests until one of them has all of its tokens."""
-        sizer, rows, got = self.sizer, tuple(range(1, size + 1)), np.zeros(size, np.int64)
-        for row in rows:
-            sizer.begin(row, SAMPLED, self.rng.integers(0, 1000, 50).tolist())
-        batch = SizedBatch(np.array(rows), np.full(size, SAMPLED), np.full(size, D), lambda: 0)
-        stretch = self.rng.normal(size=size)
+        rows, got = tuple(range(1, size + 1)), np.zeros(size, np.int64)
+        batch, stretch = self.begin(*rows), self.rng.normal(size=size)
         while got.max() < TOKENS:
             stretch = FADING * stretch + math.sqrt(1 - FADING**2) * self.rng.normal(size=size)
             z = math.log(chance / (1 - chance)) + stretch[:, None] + OF_NODE * self.rng.normal(size=(size, D))
@@ -84,7 +81,7 @@ class Load:
             self.tokens += size + accepted.sum()
 
     def begin(self, *rows: int) -> SizedBatch:
-        """Start requests whose steps are those of ``draft``."""
+        """Start requests."""
         for row in rows:
             self.sizer.begin(row, SAMPLED, self.rng.integers(0, 1000, 50).tolist())
         return SizedBatch(np.array(rows), np.full(len(rows), SAMPLED), np.full(len(rows), D), lambda: 0)

@@ -58,7 +58,8 @@ class LazyLayers:
         # elastic pools fit in each move: no view of a tensor is made for it
         self._begins = [layer.data_ptr() for layer in self.tensor] if self.tensor.is_cpu else []
         self._borders: dict[int, int] = {}  # by the address of a layer: where its huge pages end
-        self._cut: dict[int, set[int]] = {}  # by the address of a layer: its whole pages that have grown in parts
+        # by the address of a layer: its whole pages that have grown in parts
+        self._cut: dict[int, set[int]] = {begin: set() for begin in self._begins}
 
     def fit(self, count: int) -> None:
         """Give back the memory behind the first ``count`` entries of each layer; huge pages end before it.
@@ -75,7 +76,7 @@ class LazyLayers:
             if before != border:
                 end_huge_pages_at(begin, end, limit)
                 self._borders[begin] = border
-            cut = self._cut.get(begin, set())
+            cut = self._cut[begin]
             if (begin + num_before) % HUGE_PAGE and before is not None and begin <= before * HUGE_PAGE:
                 cut.add(before)  # a part of it had small pages, and would keep them
             self._cut[begin] = {page for page in cut if page < border}

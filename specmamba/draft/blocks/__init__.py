@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Make the keys and values of the accepted paths."""
-        vectors = self.head.combine(_on_path(features, verdict, features.shape[1]))
+        vectors = self.head.combine(verdict.on_path(features))
         offsets = torch.arange(vectors.shape[1], device=self._device)
         positions = batch.root_positions[:, None] + offsets
         slots = self._table.slots_at(batch.row_index, positions) * (offsets <= verdict.num_accepted[:, None])
@@ -200,10 +200,3 @@ class BlockDrafter(Drafter):
         keys = paged_attention.AttentionMetadata(self._table.kv_slots, rows, torch.zeros_like(positions), 1)
         kv = PagedKV(self._kv_pool, slots.reshape(-1), keys)
         self.head.remember(vectors, ForwardContext(kv, None, positions))
-
-
-def _on_path(features: Tensor, verdict: Verdict, length: int) -> Tensor:
-    """The features [B, length, F] of the first nodes on the accepted paths."""
-    if features.shape[1] == 1:
-        return features
-    return features.gather(1, verdict.path[:, :length, None].expand(-1, -1, features.shape[2]))

@@ -216,8 +216,7 @@ class MTPDrafter(Drafter):
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         hidden = self.head.combine(features)
-        on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
-        self.pending.add(batch, verdict.path_tokens[:, : hidden.shape[1]], on_path)
+        self.pending.add(batch, verdict.path_tokens[:, : hidden.shape[1]], verdict.on_path(hidden))
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         self.pending.advance(rows, [len(tokens) for tokens in decided], self._stay)

@@ -57,13 +57,11 @@ class MissedSteps(NoDrafter):
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Keep the decided tokens. Columns after a row's last one may hold anything until later steps write them."""
         number = features.shape[1]
-        if number > 1:
-            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[2]))
         first = batch.root_positions[:, None] + 1
         columns = (first + torch.arange(number, device=first.device)) & self._last_column
         rows = batch.row_index[:, None]
         self._tokens[rows, columns] = verdict.path_tokens[:, :number]
-        self._states[rows, columns] = self._combine(features)
+        self._states[rows, columns] = self._combine(verdict.on_path(features))
         self._roots[batch.row_index] = batch.root_positions + (verdict.num_accepted + 1)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:

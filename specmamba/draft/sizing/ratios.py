@@ -132,24 +132,23 @@ class Brought:
 
     def __init__(self, num_steps: int) -> None:
         """``num_steps``: D, of the deepest draft. Options are those of ``DraftSchedule``."""
-        self._brought: Floats = np.zeros((2, num_steps + 1))  # faded sums over requests and steps, by form and depth
-        self._expected: Floats = np.zeros((2, num_steps + 1))
+        self._brought: Floats = np.zeros(2 * (num_steps + 1))  # faded sums over requests and steps, by option
+        self._expected: Floats = np.zeros(2 * (num_steps + 1))
 
     def add(self, place: int, brought: float, expected: float) -> None:
         """Count some steps of an option: their tokens, and those that were expected."""
-        for sums, found in ((self._brought, brought), (self._expected, expected)):
-            of_option = sums.reshape(-1)
-            of_option[place] += found
-        fading = MOST_EXPECTED / max(float(self._expected.reshape(-1)[place]), MOST_EXPECTED)
-        self._brought.reshape(-1)[place] *= fading
-        self._expected.reshape(-1)[place] *= fading
+        self._brought[place] += brought
+        self._expected[place] += expected
+        fading = MOST_EXPECTED / max(float(self._expected[place]), MOST_EXPECTED)
+        self._brought[place] *= fading
+        self._expected[place] *= fading
 
     @property
     def ratios(self) -> Floats:
         """[2 (D + 1)], by option."""
-        brought, expected = self._brought.sum(1, keepdims=True), self._expected.sum(1, keepdims=True)
-        of_form = (brought + OF_FORM) / (expected + OF_FORM)
-        found: Floats = (self._brought + of_form * OF_OPTION) / (self._expected + OF_OPTION)
+        brought, expected = self._brought.reshape(2, -1), self._expected.reshape(2, -1)  # by form
+        of_form = (brought.sum(1, keepdims=True) + OF_FORM) / (expected.sum(1, keepdims=True) + OF_FORM)
+        found: Floats = (brought + of_form * OF_OPTION) / (expected + OF_OPTION)
         found = np.clip(found, 1 / MOST_WRONG, MOST_WRONG)
         found[0, 0] = 1.0  # a step without drafts
         return found.ravel()

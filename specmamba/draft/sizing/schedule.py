@@ -73,10 +73,10 @@ class _Tries:
     """When other options are tried, with about as many requests."""
 
     looks: Ints  # tries so far of each option
+    num_steps: Floats  # of each option and of requests, so far
     until: dict[str, int] = field(default_factory=lambda: dict(FIRST_TRIES))  # steps before the next one of a kind
     interval: dict[str, int] = field(default_factory=lambda: dict(FIRST_INTERVALS))
     allowance: Allowance = field(default_factory=Allowance)
-    num_steps: Floats = field(default_factory=lambda: np.zeros(0))  # of each option and of requests, so far
 
 
 NOTHING = DraftSize(0)
@@ -224,6 +224,10 @@ class DraftSchedule:
         """The depth of an option among ``gains``, and whether it is that of chains."""
         return place % (self.num_steps + 1), place > self.num_steps
 
+    def place(self, depth: int, is_chain: bool) -> int:
+        """The place of an option among ``gains``."""
+        return depth + (self.num_steps + 1) * is_chain
+
     def reason(self, num_requests: int) -> str:
         """A sentence about the present decision."""
         place = int(self.gains[1:].argmax()) + 1
@@ -239,7 +243,7 @@ class DraftSchedule:
 
     @property
     def _place(self) -> int:
-        return self.depth + (self.num_steps + 1) * self.is_chain
+        return self.place(self.depth, self.is_chain)
 
     def _best(self) -> int:
         hopes = self._hopes
@@ -264,7 +268,7 @@ class DraftSchedule:
     def _tries(self) -> _Tries:
         tries = self._tries_of.get(self._bucket)
         if tries is None:
-            tries = _Tries(np.zeros(len(self.gains), np.int64), num_steps=np.zeros(len(self.gains)))
+            tries = _Tries(np.zeros(len(self.gains), np.int64), np.zeros(len(self.gains)))
             self._tries_of[self._bucket] = tries
         return tries
 

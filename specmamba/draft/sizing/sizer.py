@@ -465,17 +465,16 @@ class DraftSizer:
 
     def _learn_tokens(self, done: Round) -> None:
         """Learn from what drafts for all requests brought."""
-        size, number = done.size, len(done.rows)
+        size, place = done.size, self.schedule.place(done.size.depth, done.size.is_chain)
         if size.is_chain:
-            place = size.depth + self.bounds.num_steps + 1
             seconds = self._chain_seconds.item(size.depth) * len(done.drafted)
         else:
-            place, of_depth = size.depth, self._seconds[size.depth]
+            of_depth = self._seconds[size.depth]
             of_steps = zip(done.seconds, done.num_nodes, strict=True)
             seconds = sum([of_depth.item(nodes) for took, nodes in of_steps if took is not None])
         expected = float(self._looked[place]) * seconds
         if math.isfinite(expected):
-            self._of_bucket(number).add(place, done.drafted_tokens, expected)
+            self._of_bucket(len(done.rows)).add(place, done.drafted_tokens, expected)
 
     def _remember_chains(self, done: Round) -> None:
         """Keep what became of chains as kept drafts of each request: shares that reached a node, of few steps each."""
