@@ -74,8 +74,8 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases that ``fast_cases`` leaves to the slow tier, and take out those that only a full run has.
 
     ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
-    whose id contains one of the strings. Of more than ``FEW`` others the slow tier has about every third; of more than
-    ``MANY`` about every fifth, by a number that their names make, since parameters take turns.
+    whose id contains one of the strings. Of more than ``FEW`` others the slow tier has about every fourth; of more than
+    ``MANY`` about every seventh, by a number that their names make, since parameters take turns.
     """
     left_out = set[pytest.Item]()
     cases: dict[str, list[pytest.Item]] = {}
@@ -94,7 +94,7 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
         for item in others:
             item.add_marker(pytest.mark.slow)
         if len(others) > FEW and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
-            nth = 5 if len(others) > MANY else 3
+            nth = 7 if len(others) > MANY else 4
             chosen = [item for item in others if not zlib.crc32(item.nodeid.encode()) % nth] or others[:1]
             left_out.update(item for item in others if item not in chosen)
     items[:] = [item for item in items if item not in left_out]
