@@ -11,8 +11,8 @@ import pytest
 
 from tests.pairwise import IS_FULL
 
-EVERY_FIFTH, EVERY_TENTH, EVERY_TWENTIETH = (
-    [] if IS_FULL else ["-p", "tests.thinned", "--every", str(nth)] for nth in (5, 10, 20)
+EVERY_THIRD, EVERY_FIFTH, EVERY_TENTH = (
+    [] if IS_FULL else ["-p", "tests.thinned", "--every", str(nth)] for nth in (3, 5, 10)
 )
 
 

@@ -19,19 +19,19 @@ from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, ch
 from tests.conftest import pytest_report_header
 from tests.kernels.native.compilers import less_optimized
 from tests.pairwise import IS_FULL
-from tests.thinned import EVERY_TENTH, EVERY_TWENTIETH
+from tests.thinned import EVERY_FIFTH, EVERY_TENTH
 
 OF_ANY_LEVEL = ("tests/kernels/triton", "tests/kernels/test_native_build.py")  # the latter chooses levels itself
 PARTS = {
-    "operators": ["tests/kernels", *(f"--ignore={path}" for path in OF_ANY_LEVEL), *EVERY_TWENTIETH],
-    "exact texts": ["tests/models/test_families_exact.py", *EVERY_TENTH],
+    "operators": ["tests/kernels", *(f"--ignore={path}" for path in OF_ANY_LEVEL), *EVERY_TENTH],
+    "exact texts": ["tests/models/test_families_exact.py", *EVERY_FIFTH],
 }
 if IS_FULL:
     PARTS["exact texts"] += ["tests/verify", "tests/models/test_families_parity.py"]
 
 _BELOW = [level.name for level in available_levels()[1:]]
-# A twentieth of the operators' cases on the lowest level, and on that whose products are not in tiles; all on every
-# level below the best in a full run; texts, which take minutes, on the lowest, whose vectors are others.
+# A tenth of the operators' cases on the lowest level, and on that whose products are not in tiles; all on every level
+# below the best in a full run; texts, which take minutes, on the lowest, whose vectors are others.
 LOWER = [(level, "operators") for level in _BELOW if IS_FULL or level in ("avx512_bf16", _BELOW[-1])]
 LOWER += [(level, "exact texts") for level in _BELOW[-1:]]
 

@@ -24,7 +24,7 @@ from specmamba.kernels.state_records.native_layers import NativeLayer
 from tests.kernels.native.replay import Function, Functions, Program, data_ptr
 from tests.pairwise import IS_FULL
 from tests.repository import ROOT
-from tests.thinned import EVERY_FIFTH
+from tests.thinned import EVERY_THIRD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
 
@@ -99,7 +99,7 @@ def test_operators_on_arm(
 ) -> None:
     command = [*arm_emulator, str(built(level, arm_compiler, tmp_path))]
     narrow = ["-k", "not 1100"]  # the widest products take a minute
-    run_tests(*options_of(command, tmp_path / "calls"), *OPERATORS, *narrow, *EVERY_FIFTH)
+    run_tests(*options_of(command, tmp_path / "calls"), *OPERATORS, *narrow, *EVERY_THIRD)
     assert_all_called(tmp_path / "calls")
 
 
