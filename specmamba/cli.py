@@ -18,6 +18,7 @@ from specmamba.errors import ConfigError, NotEnoughMemoryError, RequestError, Sp
 if TYPE_CHECKING:
     from specmamba.config import EngineConfig
     from specmamba.core import OutputDelta
+    from specmamba.engine.base_engine import BaseEngine
     from specmamba.engine.engine import Engine
     from specmamba.generate_config import GenerateConfig
     from specmamba.sampling_params import SamplingParams
@@ -164,7 +165,7 @@ def _serve(arguments: list[str]) -> int:
         return run_server(config, lambda: _build_server_engine(config), listener)
 
 
-def _build_server_engine(config: ServerConfig) -> Engine:
+def _build_server_engine(config: ServerConfig) -> BaseEngine:
     if config.most_replicas == 1:
         return _build_engine(config)
     from specmamba.replicas.replicated_engine import ReplicatedEngine

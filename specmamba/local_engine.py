@@ -179,7 +179,8 @@ class LocalEngine:
     def flush_cache(self) -> int:
         """Evict the cached prefixes that no request uses. Returns the number of evicted tokens."""
         self._require_open()
-        return self.thread.call(lambda engine: engine.flush_cache()).result()
+        flushed: int = self.thread.call(lambda engine: engine.flush_cache()).result()
+        return flushed
 
     def close(self) -> None:
         """Abort what runs, and end the thread and the grammar compiler."""

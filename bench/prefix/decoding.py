@@ -103,7 +103,7 @@ def decode_steps(llm: LLM, prompts: list[tuple[int, ...]]) -> list[dict[str, flo
     with stopwatch() as (seconds, watch):
         for name in ("make_room", "admit", "next_runs"):
             watch(scheduler, name, "scheduler")
-        watch(engine, "_advance", "advance")
+        watch(engine.cycle, "_advance", "advance")
         for name in ("leave_chunk", "leave_at", "leave_last"):
             watch(engine.cache_manager, name, "leave")
         while engine.has_unfinished_requests:

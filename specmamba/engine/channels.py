@@ -18,7 +18,7 @@ from specmamba.parallel.messages import encoded
 from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.base_engine import BaseEngine
     from specmamba.grammar import CompiledGrammar
     from specmamba.models.text.tokenizer import Tokenizer
 
@@ -83,8 +83,8 @@ class SentRequest:
         given = {name: value for name, value in message.items() if name not in ("do", "params", "owner")}
         return cls(params=SamplingParams(**message["params"]), owner=Owner(**message["owner"]), **given)
 
-    def add_to(self, engine: Engine, grammar: CompiledGrammar | None = None) -> None:
-        """Add it to an engine of this process, with its grammar; raises as ``Engine.add_request``."""
+    def add_to(self, engine: BaseEngine, grammar: CompiledGrammar | None = None) -> None:
+        """Add it to an engine of this process, with its grammar; raises as ``BaseEngine.add_request``."""
         engine.add_request(
             self.request_id,
             self.prompt_token_ids,
@@ -138,7 +138,7 @@ class EngineConstants:
 class _Command:
     """A function to run in the engine thread; with ``must_succeed`` its exceptions end the engine."""
 
-    function: Callable[[Engine], Any]
+    function: Callable[[Any], Any]  # of the engine; a caller may know its class
     future: Future[Any]
     must_succeed: bool
 
@@ -164,7 +164,7 @@ class CommandQueue:
     def is_open(self) -> bool:
         return self._is_open
 
-    def put(self, function: Callable[[Engine], T], must_succeed: bool = False) -> Future[T]:
+    def put(self, function: Callable[[Any], T], must_succeed: bool = False) -> Future[T]:
         """Queue a function. Raises the refusal if the queue is closed."""
         future: Future[T] = Future()
         with self._lock:
@@ -176,7 +176,7 @@ class CommandQueue:
         self.on_put()
         return future
 
-    def run(self, engine: Engine, wait: bool, timeout_s: float | None = None) -> None:
+    def run(self, engine: BaseEngine, wait: bool, timeout_s: float | None = None) -> None:
         """Run all queued functions; with ``wait``, at least one, or none that comes within the time.
 
         Raises exceptions that must end the engine.
@@ -197,7 +197,7 @@ class CommandQueue:
                 future.set_exception((unanswered or self._refusal)())
 
 
-def _run(command: _Command, engine: Engine) -> None:
+def _run(command: _Command, engine: BaseEngine) -> None:
     try:
         command.future.set_result(command.function(engine))
     except BaseException as error:

@@ -85,6 +85,9 @@ class Constraints:
             follower.note_late()
         return [request for request in requests if request.follower is None or request.follower.is_settled]
 
+    def agree_on_errors(self, batch: Sequence[Request]) -> None:
+        """Agree with other ranks on the requests of a step that cannot go on; without any there is nothing to do."""
+
     def can_begin(self, follower: GrammarFollower) -> bool:
         """Whether the mask of a drawn tree can be begun at once, or after a quick one."""
         return self._maker.has_room(follower.owner)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specmamba.core import FinishReason, OutputDelta
 from specmamba.engine.channels import CommandQueue, EngineConstants, EngineRequest, LoopWaker, OpenRequest
 from specmamba.errors import EngineFailedError, EngineStoppedError, RankLostError, SpecmambaError
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.base_engine import BaseEngine
 
 __all__ = ["EngineConstants", "EngineRequest", "EngineThread"]
 
@@ -38,7 +38,7 @@ class EngineThread:
     """
 
     def __init__(
-        self, build_engine: Callable[[], Engine], wake_interval_s: float = 0.0, what: str = "the server"
+        self, build_engine: Callable[[], BaseEngine], wake_interval_s: float = 0.0, what: str = "the server"
     ) -> None:
         """Prepare the thread without starting it.
 
@@ -99,7 +99,7 @@ class EngineThread:
         return self._commands.is_open and not self._draining and self._failed is None
 
     def submit(self, requests: Sequence[EngineRequest], may_wait: bool = False) -> Future[None]:
-        """Add requests, all or none of them. The future raises what ``Engine.add_request`` raises.
+        """Add requests, all or none of them. The future raises what ``BaseEngine.add_request`` raises.
 
         Args:
             requests: what to add; their ids are unique.
@@ -119,8 +119,8 @@ class EngineThread:
         with suppress(EngineStoppedError):  # then no request runs any more
             self._commands.put(lambda engine: self._abort(engine, ids), must_succeed=True)
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run a function in the engine thread between two steps, for example to read statistics.
+    def call(self, function: Callable[[Any], T]) -> Future[T]:
+        """Run a function of the engine in its thread between two steps, for example to read statistics.
 
         Raises:
             EngineStoppedError: the thread has ended (also through the future).
@@ -218,7 +218,7 @@ class EngineThread:
         A step that does not end, as a GPU may wait for a lost process without limit, is given up.
         """
 
-        def fail(_: Engine) -> None:
+        def fail(_: BaseEngine) -> None:
             raise error
 
         with suppress(EngineStoppedError):
@@ -232,7 +232,7 @@ class EngineThread:
             logger.critical("the engine failed", exc_info=error)
             self._failed = error
 
-    def _step_until_drained(self, engine: Engine) -> None:
+    def _step_until_drained(self, engine: BaseEngine) -> None:
         while self._failed is None:
             is_idle = not self._open and not self._draining
             self._commands.run(engine, is_idle, engine.idle() if is_idle else None)
@@ -245,7 +245,7 @@ class EngineThread:
                 # no further delta would come, and these clients would wait forever
                 raise RuntimeError(f"the engine lost track of {', '.join(self._open)}")
 
-    def _add(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
+    def _add(self, engine: BaseEngine, requests: Sequence[EngineRequest]) -> None:
         if self._draining:
             raise self._refusal()
         added = []
@@ -265,7 +265,7 @@ class EngineThread:
         self._open.update((request.request_id, OpenRequest.just_added(request)) for request in requests)
         self._backlog.extend(request.request_id for request in requests)
 
-    def _fill(self, engine: Engine) -> None:
+    def _fill(self, engine: BaseEngine) -> None:
         """Add what waits in front of the engine's queue, as far as there is room."""
         while self._backlog and engine.has_room:
             if (entry := self._open.get(self._backlog.popleft())) is None:
@@ -281,12 +281,12 @@ class EngineThread:
                 message = str(error) if isinstance(error, SpecmambaError) else _one_line(error)
                 self._deliver(engine, [entry.last_delta("error", message)])
 
-    def _abort(self, engine: Engine, request_ids: Iterable[str]) -> None:
+    def _abort(self, engine: BaseEngine, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._open.pop(request_id, None)
             engine.abort(request_id)
 
-    def _deliver(self, engine: Engine, deltas: Iterable[OutputDelta]) -> None:
+    def _deliver(self, engine: BaseEngine, deltas: Iterable[OutputDelta]) -> None:
         for delta in deltas:
             entry = self._open.get(delta.request_id)
             if entry is None:
@@ -314,7 +314,7 @@ class EngineThread:
             if is_closed:  # no client waits there
                 self._wakers.pop(loop, None)
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, engine: BaseEngine) -> None:
         """End all requests, then close the engine. An exception in one part does not stop the others."""
         if self._failed is None:
             for request_id in list(self._open):
@@ -350,7 +350,7 @@ class EngineThread:
             self._fail(error)
 
 
-def _add_to(engine: Engine, request: EngineRequest) -> None:
+def _add_to(engine: BaseEngine, request: EngineRequest) -> None:
     engine.add_request(
         request.request_id,
         request.prompt_token_ids,

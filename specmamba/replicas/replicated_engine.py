@@ -13,8 +13,8 @@ from typing import Any
 from specmamba.cache.prefix.inspection import View
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.core import ANYONE, OutputDelta, Owner
+from specmamba.engine.base_engine import BaseEngine
 from specmamba.engine.channels import SentRequest
-from specmamba.engine.engine import Engine
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.engine.loading import load_tokenizer
 from specmamba.engine.scheduler import EngineStats, TenantStats
@@ -37,11 +37,12 @@ logger = logging.getLogger("specmamba")
 LOST_TOO_OFTEN = "replica after replica has ended with this request: it is not tried again"
 
 
-class ReplicatedEngine(Engine):
+class ReplicatedEngine(BaseEngine):
     """Gives each request to one of several replicas, and passes on what they answer.
 
     ``step`` computes nothing: it waits for deltas, until something else is to be done. A request whose replica is lost
-    goes on at another one, behind what its client has; where none has room, it waits. Not thread-safe, as ``Engine``.
+    goes on at another one, behind what its client has; where none has room, it waits.
+    Not thread-safe, as ``BaseEngine``.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ReplicatedEngine(Engine):
 
     @property
     def draft_algorithm(self) -> str:
-        """As ``Engine.draft_algorithm``."""
+        """As ``BaseEngine.draft_algorithm``."""
         return str(self._description["speculative_algorithm"])
 
     def add_request(
@@ -99,7 +100,7 @@ class ReplicatedEngine(Engine):
         owner: Owner = ANYONE,
         predicted_ids: Sequence[int] = (),
     ) -> None:
-        """As ``Engine.add_request``. What only a replica can refuse ends the request with an error delta."""
+        """As ``BaseEngine.add_request``. What only a replica can refuse ends the request with an error delta."""
         self.check_request(prompt_token_ids, params, forced_output_ids)
         predicted_ids = predicted_ids or self.encode_prediction(params)
         self.check_prediction(predicted_ids, params)
@@ -115,7 +116,7 @@ class ReplicatedEngine(Engine):
         self._place_all()
 
     def abort(self, request_id: str) -> None:
-        """As ``Engine.abort``."""
+        """As ``BaseEngine.abort``."""
         course = self._courses.pop(request_id, None)
         if course is not None and course.replica is not None:
             self._links.tell(course.replica, {"do": "abort", "request_ids": [request_id]})
@@ -147,7 +148,7 @@ class ReplicatedEngine(Engine):
         return any(course.replica == index for course in self._courses.values())
 
     def idle(self) -> float | None:
-        """As ``Engine.idle``: the number of replicas follows the load, also where there is none.
+        """As ``BaseEngine.idle``: the number of replicas follows the load, also where there is none.
 
         Raises:
             ReplicaLostError: no replica is left, and none can be started.
@@ -228,13 +229,13 @@ class ReplicatedEngine(Engine):
         return merged([load_tenant_stats(value) for value in answers])
 
     def sample(self, views: Collection[View], max_nodes: int) -> EngineSample:
-        """As ``Engine.sample``, of what the replicas have answered to earlier calls."""
+        """As ``BaseEngine.sample``, of what the replicas have answered to earlier calls."""
         question = {"question": "sample", "views": [dump_view(view) for view in views], "max_nodes": max_nodes}
         samples = self._links.next_samples(question)
         return merged_sample(samples) if samples else EngineSample(self.stats(), {}, (), 0, 0, {})
 
     def watch_drafts(self, views: Sequence[View]) -> None:
-        """As ``Engine.watch_drafts``."""
+        """As ``BaseEngine.watch_drafts``."""
         self._watched = tuple(views)
         for index in list(self._links.ready):
             self._tell_views(index)
@@ -243,28 +244,28 @@ class ReplicatedEngine(Engine):
         self._links.tell(index, {"do": "watch", "views": [dump_view(view) for view in self._watched]})
 
     def cache_report(self, view: View) -> dict[str, object]:
-        """As ``Engine.cache_report``: sums over all replicas."""
+        """As ``BaseEngine.cache_report``: sums over all replicas."""
         return merged_report(self._links.ask_all({"question": "report", "view": dump_view(view)}))
 
     def cache_text(self, view: View) -> str:
-        """As ``Engine.cache_text``, one replica behind the other."""
+        """As ``BaseEngine.cache_text``, one replica behind the other."""
         texts = self._links.ask_all({"question": "text", "view": dump_view(view)})
         return "\n".join(f"replica {number}\n{text}" for number, text in enumerate(texts))
 
     def flush_cache(self) -> int:
-        """As ``Engine.flush_cache``, of all replicas."""
+        """As ``BaseEngine.flush_cache``, of all replicas."""
         return sum(self._links.ask_all({"question": "flush"}))
 
     def describe(self) -> dict[str, object]:
-        """As ``Engine.describe``, of the first replica, and ``dp_size``."""
+        """As ``BaseEngine.describe``, of the first replica, and ``dp_size``."""
         return dict(self._description)
 
     def when_due(self, callback: Callable[[], None]) -> None:
-        """As ``Engine.when_due``: when a replica cannot be started any more."""
+        """As ``BaseEngine.when_due``: when a replica cannot be started any more."""
         self._fleet.when_one_is_gone(callback)
 
     def wake(self) -> None:
-        """As ``Engine.wake``."""
+        """As ``BaseEngine.wake``."""
         self._links.wake()
 
     def close(self) -> None:

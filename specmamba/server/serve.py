@@ -35,7 +35,7 @@ from specmamba.server.shutdown_watch import (
 from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.base_engine import BaseEngine
 
 logger = logging.getLogger("specmamba")
 
@@ -47,7 +47,9 @@ _HANG_TIMEOUT_AFTER_SECOND_SIGNAL_S = 5.0
 _ABANDONED_TIMEOUT_S = 1.0  # for the thread of an engine that was abandoned
 
 
-def run_server(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket | None = None) -> int:
+def run_server(
+    config: ServerConfig, build_engine: Callable[[], BaseEngine], listener: socket.socket | None = None
+) -> int:
     """Serve until a signal or a failure of the engine. Returns the exit status: 0 after a signal, 1 after a failure.
 
     For a process that ends then: it takes over the standard streams, and the process ends in any case soon after the
@@ -88,7 +90,7 @@ def warn_of_exposure(config: ServerConfig, url: str, is_reached: bool) -> None:
         )
 
 
-def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket) -> tuple[int, bool]:
+def _serve(config: ServerConfig, build_engine: Callable[[], BaseEngine], listener: socket.socket) -> tuple[int, bool]:
     """Serve to the end. Returns the exit status, and whether the engine's thread has ended."""
     transport = open_transport(config)  # before what takes long
     engine_thread = EngineThread(build_engine, config.stream_chunk_interval)

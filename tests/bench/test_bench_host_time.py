@@ -91,11 +91,11 @@ def test_stubbed_steps_do_nothing_but_the_first_one() -> None:
     with LLM(dtype="float32", num_threads=1, **flags) as llm:
         text = llm.generate("def f(", greedy)[0].token_ids
         for is_chained in (True, False):
-            before = llm.engine._chain.stats.num_chained
+            before = llm.engine.cycle.chain.stats.num_chained
             with llm.workbench.stubbed_steps(is_chained) as replay:
                 assert llm.generate("def f(", greedy)[0].token_ids == text[:1] * 12
                 assert replay.num_stubbed == 11
-            assert llm.engine._chain.stats.num_chained - before == 11 * is_chained
+            assert llm.engine.cycle.chain.stats.num_chained - before == 11 * is_chained
         assert llm.generate("def f(", greedy)[0].token_ids == text
 
 

@@ -126,8 +126,8 @@ class TestRandomUse:
                 output[delta.request_id] += delta.token_ids
                 if delta.finish_reason is not None:
                     finished.add(delta.request_id)
-            if engine._requests and rng.random() < 0.05:
-                victim = rng.choice(list(engine._requests))
+            if engine.live.by_id and rng.random() < 0.05:
+                victim = rng.choice(list(engine.live.by_id))
                 engine.abort(victim)
                 aborted.add(victim)
             if step % 5 == 0:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specmamba import LLM, SamplingParams
-from specmamba.engine.telling.acceptance_watch import NUM_DRAFTS, AcceptanceWatch
+from specmamba.engine.stepping.acceptance_watch import NUM_DRAFTS, AcceptanceWatch
 from tests.tiny import write_tiny_checkpoint
 
 WARNING = f"none of the first {NUM_DRAFTS} drafts was accepted (acceptance length 1.0)"

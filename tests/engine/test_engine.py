@@ -90,7 +90,7 @@ def assert_idle(engine: Engine) -> None:
     assert pools.kv.allocator.num_free == pools.kv.allocator.num_pages
     assert pools.table.num_free_rows == pools.table.num_rows
     assert pools.states.num_free == pools.states.num_slots
-    assert not engine._requests
+    assert not engine.live.by_id
     assert not pools.state_buffers._leases
     records: Any = pools.state_buffers
     assert not any(records._num_pending)
@@ -102,13 +102,13 @@ def assert_consistent(engine: Engine) -> None:
     """In the middle of everything: each request holds exactly its own, and the stamps say so."""
     pools, scheduler = engine.pools, engine.scheduler
     running = [*scheduler.extending, *scheduler.verifying]
-    assert len(running) + len(scheduler.waiting) == len(engine._requests)
-    running += engine._chain.ended  # told, but part of the step in flight
+    assert len(running) + len(scheduler.waiting) == len(engine.live.by_id)
+    running += engine.cycle.chain.ended  # told, but part of the step in flight
     assert len({r.row for r in running}) == len({r.slot for r in running}) == len(running)
     assert pools.table.num_free_rows == pools.table.num_rows - len(running)
     cache = engine.cache_manager.cache
     cache.check(pools.table.held_pages())
-    steps = [engine._unread, None if engine._in_flight is None else engine._in_flight.extend]
+    steps = [engine.cycle.prefill.unread, None if engine.cycle.in_flight is None else engine.cycle.in_flight.extend]
     num_copies = sum(state is not None for extend in steps if extend is not None for state in extend.states)
     assert pools.states.num_free == pools.states.num_slots - len(running) - cache.stats.num_states - num_copies
     assert all(r.node is not None and r.node.end <= r.num_run and r.node.kv_locks > 0 for r in running)
@@ -669,7 +669,7 @@ class TestRules:
         for name, params, *_ in RULES:
             if name in expected:
                 engine.add_request(name, [1, 2], params)
-        assert {name: request.rule for name, request in engine._requests.items()} == expected
+        assert {name: request.rule for name, request in engine.live.by_id.items()} == expected
         engine.close()
 
     def test_a_drafter_that_cannot_draw_leaves_requests_without_a_seed_under_target(self, tiny: str) -> None:
@@ -677,7 +677,7 @@ class TestRules:
         for flags in ({"mtp": 0}, {"speculative_algorithm": "ngram"}):
             engine = build(tiny, seed=1, **flags)
             engine.add_request("a", [1, 2], unseeded)
-            assert [request.rule for request in engine._requests.values()] == ["target"]
+            assert [request.rule for request in engine.live.by_id.values()] == ["target"]
             engine.close()
 
     def test_without_drafts_both_rules_give_the_same_text(self, tiny: str) -> None:
@@ -881,8 +881,8 @@ class TestRandomUse:
             for delta in engine.step():
                 assert delta.request_id not in aborted
                 deltas[delta.request_id].append(delta)
-            if engine._requests and rng.random() < 0.12:
-                victim = rng.choice(list(engine._requests))
+            if engine.live.by_id and rng.random() < 0.12:
+                victim = rng.choice(list(engine.live.by_id))
                 engine.abort(victim)
                 aborted.add(victim)
             assert_consistent(engine)

@@ -125,7 +125,7 @@ class TestNumbersThatAreNotFinite:
         engine.add_request("bad", [8, 9], params)
         engine.step()
         records: Any = engine.pools.state_buffers
-        records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
+        records.conv_inputs[:, engine.live.by_id["bad"].held_row] = float("nan")
         deltas = self.run(engine, {}, params)
         assert deltas["bad"][-1].finish_reason == "error"
         good = tokens_of(deltas["good"])
@@ -144,7 +144,7 @@ class TestNumbersThatAreNotFinite:
 
     @staticmethod
     def run(engine: Engine, prompts: dict[str, list[int]], params: SamplingParams) -> dict[str, list[OutputDelta]]:
-        deltas: dict[str, list[OutputDelta]] = {name: [] for name in engine._requests.keys() | prompts.keys()}
+        deltas: dict[str, list[OutputDelta]] = {name: [] for name in engine.live.by_id.keys() | prompts.keys()}
         for name, prompt in prompts.items():
             engine.add_request(name, prompt, params)
         while engine.has_unfinished_requests:

@@ -97,7 +97,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
 
 def add(engine: Engine, name: str, params: SamplingParams, grammar: CompiledGrammar | None = None) -> Request:
     engine.add_request(name, [5, 6, 7], params, grammar=grammar)
-    return engine._requests[name]
+    return engine.live.by_id[name]
 
 
 def owned(request: Request, owner: str) -> None:
@@ -142,7 +142,7 @@ def test_a_slow_request_sits_out_and_the_others_go_on(llm: LLM, vocab: list[byte
         assert "plain" in names
         assert "slow" not in names
         deltas += news
-    deltas += step_until(engine, lambda: "quick" not in engine._requests)
+    deltas += step_until(engine, lambda: "quick" not in engine.live.by_id)
     assert len(text_of(deltas, "quick")) == 30
     gated.open()
     deltas += finish(engine)
@@ -195,7 +195,7 @@ def test_a_job_that_does_not_end_fails_its_request(
     assert same.follower is not None
     other = add(engine, "other", constrained("c"), compile_here("regex", "c", vocab, EOS))
     assert other.follower is not None
-    last = step_until(engine, lambda: "slow" not in engine._requests)[-1]
+    last = step_until(engine, lambda: "slow" not in engine.live.by_id)[-1]
     assert (last.request_id, last.finish_reason, last.error_code) == ("slow", "error", "grammar_too_complex")
     assert same.follower._matcher._effort.is_distrusted
     assert not other.follower._matcher._effort.is_distrusted
@@ -249,8 +249,8 @@ def test_a_bomb_that_passes_the_trial_ends_and_others_go_on(llm: LLM, vocab: lis
         add(engine, name, params, grammar)
     add(engine, "plain", PLAIN)
     deltas: list[OutputDelta] = []
-    while names & engine._requests.keys():
-        if "plain" not in engine._requests:
+    while names & engine.live.by_id.keys():
+        if "plain" not in engine.live.by_id:
             add(engine, "plain", PLAIN)
         news = engine.step()
         assert "plain" in {delta.request_id for delta in news}

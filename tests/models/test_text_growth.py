@@ -237,7 +237,7 @@ def test_one_request_that_cannot_be_decoded(monkeypatch: pytest.MonkeyPatch) -> 
         for name, length in (("good", 8), ("bad", 5)):
             params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
             llm.engine.add_request(name, [67] * length, params)
-        monkeypatch.setattr(llm.engine._requests["bad"].text._detokenizer, "push_all", fail)
+        monkeypatch.setattr(llm.engine.live.by_id["bad"].text._detokenizer, "push_all", fail)
         while llm.engine.has_unfinished_requests:
             last |= {delta.request_id: delta for delta in llm.engine.step()}
     assert (last["good"].finish_reason, last["good"].num_output_tokens) == ("length", 4)

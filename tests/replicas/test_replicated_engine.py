@@ -17,6 +17,7 @@ import torch
 from specmamba.cache.prefix.inspection import WHOLE, View
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, Owner
+from specmamba.engine.base_engine import BaseEngine
 from specmamba.engine.engine import Engine
 from specmamba.engine.engine_sample import EngineSample
 from specmamba.errors import ConfigError, QueueFullError, ReplicaStateError, RequestError
@@ -84,13 +85,13 @@ def wait_for_all(engine: ReplicatedEngine) -> None:
     wait_until(are_ready, timeout_s=120)
 
 
-def add(engine: Engine, number: int, prompt: str | None = None, owner: Owner | None = None, **params: Any) -> None:
+def add(engine: BaseEngine, number: int, prompt: str | None = None, owner: Owner | None = None, **params: Any) -> None:
     tokens = engine.tokenizer.encode(PROMPTS[number] if prompt is None else prompt)
     given = SamplingParams(**{"max_tokens": 48, "temperature": 0.0, "ignore_eos": True, **params})
     engine.add_request(str(number), tokens, given, owner=owner or Owner())
 
 
-def finish(engine: Engine, after: Any = None) -> dict[str, list[OutputDelta]]:
+def finish(engine: BaseEngine, after: Any = None) -> dict[str, list[OutputDelta]]:
     """Step until all requests have ended; ``after`` is called with the deltas so far, until it returns True."""
     deltas: dict[str, list[OutputDelta]] = {}
     while engine.has_unfinished_requests:

@@ -69,7 +69,7 @@ def start(engine: Engine, count: int, params: SamplingParams = LONG) -> None:
     """Let so many requests decode, with a step in flight."""
     for i in range(count):
         engine.add_request(str(i), list(PROMPTS[i]), params)
-    while len(engine.scheduler.verifying) < count or engine._in_flight is None:
+    while len(engine.scheduler.verifying) < count or engine.cycle.in_flight is None:
         engine.step()
 
 
@@ -207,8 +207,8 @@ class TestTexts:
             for delta in plain.step():
                 assert delta.request_id not in aborted
                 deltas[delta.request_id].append(delta)
-            if plain._requests and rng.random() < 0.08:
-                aborted.add(victim := rng.choice(list(plain._requests)))
+            if plain.live.by_id and rng.random() < 0.08:
+                aborted.add(victim := rng.choice(list(plain.live.by_id)))
                 plain.abort(victim)
             assert_consistent(plain)
         assert_idle(plain)
@@ -272,7 +272,7 @@ def both(engine: Engine, expected: Engine, requests: list[Any]) -> dict[str, Any
 def chain_of_idle(engine: Engine) -> ChainStats:
     """Figures of an engine whose steps are not deferred any more, and at rest."""
     assert_idle(engine)
-    return engine._chain.stats
+    return engine.cycle.chain.stats
 
 
 class Watched(DeferredReplay):
@@ -312,10 +312,10 @@ def test_nothing_is_read_between_two_launches(drafts: str, monkeypatch: pytest.M
         replay.watches.clear()
         num_chained = replay.num_chained
         for _ in range(6):
-            first = engine._in_flight
-            assert engine._launch_behind([])
-            assert first is engine._in_flight, "the first one was read"
-            engine._tell(engine._receive())
+            first = engine.cycle.in_flight
+            assert engine.cycle.launch_behind([])
+            assert first is engine.cycle.in_flight, "the first one was read"
+            engine.cycle._tell(engine.cycle._receive())
         assert replay.num_chained == num_chained + 6 == num_chained + len(watches)
         assert not [read for watch in watches for read in (*watch.trace.host_reads, *watch.trace.host_writes)]
         assert not [name for watch in watches for name in watch.trace.operators], "the host gives nothing to the device"
@@ -401,7 +401,7 @@ class TestSteps:
             run(engine, [("a", [5, 6], LONG), ("b", [7], LONG)])
             engine.add_request("a", [5, 6], change(LONG, stop_token_ids=unknown(text)))
             engine.add_request("b", [7], LONG)
-            while engine.has_unfinished_requests and not engine._chain.ended:
+            while engine.has_unfinished_requests and not engine.cycle.chain.ended:
                 engine.step()
             assert engine.stats().state_used_slots == 2
             engine.close()

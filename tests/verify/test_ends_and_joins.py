@@ -95,10 +95,10 @@ def test_two_steps_of_which_one_ends_a_request_read_nothing(
         engine.flush_cache()
         for (name, prompt, _), own in zip(named, params, strict=True):
             engine.add_request(name, prompt, own)
-        while len(engine.scheduler.verifying) < SIZE or engine._in_flight is None:
+        while len(engine.scheduler.verifying) < SIZE or engine.cycle.in_flight is None:
             engine.step()
         num_chained, num_steps, watches, ended = replay.num_chained, 0, list[StepWatch](), set[str]()
-        while len(engine.scheduler.verifying) > 1 or engine._chain.ended:
+        while len(engine.scheduler.verifying) > 1 or engine.cycle.chain.ended:
             with StepWatch() as watch:
                 deltas = engine.step()
             watches.append(watch)
@@ -182,8 +182,8 @@ def serve(
         for delta in found:
             assert delta.request_id not in aborted
             deltas[delta.request_id].append(delta)
-        if disturbs and engine._requests and rng.random() < 0.05:
-            aborted.add(victim := rng.choice(list(engine._requests)))
+        if disturbs and engine.live.by_id and rng.random() < 0.05:
+            aborted.add(victim := rng.choice(list(engine.live.by_id)))
             engine.abort(victim)
         if disturbs and engine.scheduler.num_running and rng.random() < 0.05:
             engine.preempt(rng.choice((*engine.scheduler.extending, *engine.scheduler.verifying)))
@@ -252,7 +252,7 @@ def test_a_request_that_joins_is_not_waited_for(kind: str, flags_of: Callable[[s
             found = run(engine, [(name, list(prompt), change(LONG, max_tokens=90)) for name, prompt in named[:count]])
         texts = {name: tokens_of(of) for name, of in found.items()}
         engine.add_request("0", list(PROMPTS[0]), change(LONG, max_tokens=90))
-        while engine._in_flight is None:
+        while engine.cycle.in_flight is None:
             engine.step()
         num_chained, num_steps, watches = replay.num_chained, 0, list[StepWatch]()
         deltas: dict[str, list[OutputDelta]] = {name: [] for name, _ in named}
@@ -318,8 +318,8 @@ class TestRunsThatAreNotFinite:
         start(plain, 1)
         plain.add_request("a", PROMPT, LONG)
         plain.step()
-        assert plain._in_flight is not None
-        assert plain._in_flight.extend is not None
+        assert plain.cycle.in_flight is not None
+        assert plain.cycle.in_flight.extend is not None
         plain.abort("a")
         assert_consistent(plain)
         end(plain)
@@ -348,7 +348,7 @@ def test_a_request_waits_for_a_prompt_whose_last_run_is_in_flight(plain: Engine)
     prompt = [*PROMPT, *range(5, 25)]
     start(plain, 1, change(LONG, max_tokens=100))
     plain.add_request("a", [*prompt, 1], change(LONG, max_tokens=80))
-    request = plain._requests["a"]
+    request = plain.live.by_id["a"]
     while request not in plain.scheduler.verifying:
         plain.step()
     assert [(run.start, run.length) for run in request.unread_runs] == [(96, 24)]
@@ -385,10 +385,10 @@ class TestAStepOfWhichNothingIsWanted:
             assert tokens_of(found) == text[: text.index(stops[-1]) + 1]
             assert after.num_steps - before.num_steps == len(waited) == len(tokens_of(found))
             assert after.num_discarded - before.num_discarded == (not is_known)
-            assert isinstance(plain._dropped, DeferredRead)
-            assert plain._dropped not in (*waited, dropped)
-            dropped = plain._dropped
-            assert plain._in_flight is None
+            assert isinstance(plain.cycle._dropped, DeferredRead)
+            assert plain.cycle._dropped not in (*waited, dropped)
+            dropped = plain.cycle._dropped
+            assert plain.cycle.in_flight is None
             assert plain.stats().state_used_slots == 0
             assert plain.stats().kv_cached_tokens == 2 + len(tokens_of(found)) - 1
             assert tokens_of(run(plain, [("b", PROMPT, LONG)])["b"]) == other
@@ -405,8 +405,8 @@ class TestAStepOfWhichNothingIsWanted:
         plain.add_request("b", PROMPT, LONG)  # its first chunk is run in front of the step behind the last one of "a"
         found += plain.step()
         assert found[-1].finish_reason == "stop"
-        assert plain._in_flight is not None
-        assert plain._in_flight.extend is not None
+        assert plain.cycle.in_flight is not None
+        assert plain.cycle.in_flight.extend is not None
         assert_consistent(plain)
         assert tokens_of(end(plain)["b"]) == other
         assert plain.cache_manager.cache.peek(torch.tensor(PROMPT[:40]).numpy(), None, None)[0] > 0
@@ -495,14 +495,14 @@ def test_ends_and_joins_take_no_time_of_host_or_device(
     monkeypatch.setattr(runner, "finish", finished)
     for (name, prompt, _), own in zip(named, params, strict=True):
         engine.add_request(name, prompt, own)
-    while len(engine.scheduler.verifying) < SIZE or engine._in_flight is None:
+    while len(engine.scheduler.verifying) < SIZE or engine.cycle.in_flight is None:
         engine.step()
     began, num_launches, num_runs, num_steps, ended = clock.now, 0, 0, 0, set[str]()
     with StepWatch() as watch:
         watch.trace.host_reads = watch.trace.host_writes = waits
         while len(ended) < 3 or num_runs < 4:
             ended |= {delta.request_id for delta in engine.step() if delta.finish_reason is not None}
-            if len(ended) == 1 and "4" not in engine._requests:
+            if len(ended) == 1 and "4" not in engine.live.by_id:
                 engine.add_request("4", PROMPT, change(LONG, max_tokens=80))
             clock.work(parts[2])
             num_steps += 1

@@ -98,8 +98,8 @@ def test_requests_that_come_and_go(tiny: str, mtp: int) -> None:
             for delta in found:
                 assert delta.request_id not in aborted
                 deltas[delta.request_id].append(delta)
-            if engine._requests and rng.random() < 0.12:
-                victim = rng.choice(list(engine._requests))
+            if engine.live.by_id and rng.random() < 0.12:
+                victim = rng.choice(list(engine.live.by_id))
                 engine.abort(victim)
                 aborted.add(victim)
             if engine.scheduler.verifying and rng.random() < 0.05:
@@ -139,7 +139,7 @@ def start(engine: Engine, count: int) -> None:
     """Let so many requests decode, with a step in flight."""
     for i in range(count):
         engine.add_request(str(i), list(PROMPTS[i]), LONG)
-    while len(engine.scheduler.verifying) < count or engine._in_flight is None:
+    while len(engine.scheduler.verifying) < count or engine.cycle.in_flight is None:
         engine.step()
 
 
@@ -153,10 +153,10 @@ class TestBetweenTwoSteps:
             for delta in engine.step():
                 deltas[delta.request_id].append(delta)
             if (num_steps := num_steps + 1) == 5:
-                assert engine._in_flight is not None
+                assert engine.cycle.in_flight is not None
                 engine.abort("1")
                 known = len(deltas["1"])
-                assert {delta.request_id for delta in engine._untold} == {"0", "2"}
+                assert {delta.request_id for delta in engine.cycle.untold} == {"0", "2"}
         assert len(deltas["1"]) == known
         assert [tokens_of(deltas[name]) for name in ("0", "2")] == [expected[0], expected[2]]
         assert_idle(engine)
@@ -166,7 +166,7 @@ class TestBetweenTwoSteps:
         short = SamplingParams(max_tokens=1, temperature=0.0)
         engine.add_request("short", [5, 6], short)
         engine.add_request("long", [300, 17, 42], LONG)
-        while engine._in_flight is None or not engine._in_flight.has("short"):
+        while engine.cycle.in_flight is None or not engine.cycle.in_flight.has("short"):
             assert engine.step() == []
         engine.abort("long")
         assert engine.has_unfinished_requests
@@ -189,8 +189,8 @@ class TestBetweenTwoSteps:
         engine.add_request("0", list(PROMPTS[0]), LONG)
         while len(tokens_of(deltas)) < 8:
             deltas += engine.step()
-        engine.preempt(engine._requests["0"])
-        assert engine._in_flight is None
+        engine.preempt(engine.live.by_id["0"])
+        assert engine.cycle.in_flight is None
         while engine.has_unfinished_requests:
             deltas += engine.step()
         assert tokens_of(deltas) == expected[0]
@@ -207,9 +207,9 @@ class TestBetweenTwoSteps:
         while engine.has_unfinished_requests:
             for delta in engine.step():
                 deltas[delta.request_id].append(delta)
-            num_early += engine._in_flight is not None
+            num_early += engine.cycle.in_flight is not None
             engine.settle()
-            assert engine._in_flight is None
+            assert engine.cycle.in_flight is None
         assert num_early > 5
         assert [tokens_of(of_request) for of_request in deltas.values()] == expected[:3]
         assert_idle(engine)
@@ -217,7 +217,7 @@ class TestBetweenTwoSteps:
     def test_a_request_that_ends_is_not_preempted(self, engine: Engine) -> None:
         engine.add_request("0", [5, 6], SamplingParams(max_tokens=1, temperature=0.0))
         engine.step()
-        request = engine._requests["0"]
+        request = engine.live.by_id["0"]
         engine.preempt(request)
         assert engine.stats().num_waiting == 0
         assert [delta.finish_reason for delta in engine.step()] == ["length"]
@@ -252,7 +252,7 @@ def test_close_waits_for_the_step_in_flight() -> None:
     with deferred(engine, lambda: 0.05) as replay:
         run(engine, [("a", [5, 6], LONG)])
         engine.add_request("b", [5, 6], LONG)
-        while engine._in_flight is None:
+        while engine.cycle.in_flight is None:
             engine.step()
         engine.close()
         assert replay._newest.done()
@@ -265,7 +265,7 @@ def test_an_error_of_the_device_is_raised_by_the_call_that_reads_it(monkeypatch:
         run(engine, [("a", [5, 6], LONG)])
         monkeypatch.setattr(replay, "_delay", lambda: 1 / 0)
         engine.add_request("b", [5, 6], LONG)
-        while engine._in_flight is None:
+        while engine.cycle.in_flight is None:
             engine.step()
         with pytest.raises(ZeroDivisionError):
             engine.step()
@@ -278,7 +278,7 @@ def test_an_error_of_a_launch_is_raised_behind_what_is_known(monkeypatch: pytest
     with deferred(engine, lambda: 0.002):
         run(engine, [("a", [5, 6], LONG)])
         engine.add_request("b", [5, 6], LONG)
-        while engine._in_flight is None:
+        while engine.cycle.in_flight is None:
             engine.step()
         for name in ("launch", "launch_behind"):
             monkeypatch.setattr(engine.runner, name, lambda *_: 1 / 0)
@@ -307,7 +307,7 @@ def test_text_that_cannot_be_decoded_ends_its_request_alone(
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
         if (num_steps := num_steps + 1) == 4:
-            monkeypatch.setattr(engine._requests["0"].text, "decode", fail, raising=False)
+            monkeypatch.setattr(engine.live.by_id["0"].text, "decode", fail, raising=False)
     assert (deltas["0"][-1].finish_reason, deltas["0"][-1].error) == ("error", "no such token")
     assert tokens_of(deltas["1"]) == expected[1]
     assert_idle(engine)

@@ -10,9 +10,11 @@ from typing import Any
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.channels import SentRequest
+from specmamba.engine.constraints import Constraints
 from specmamba.engine.engine import Engine
 from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.engine.request import Request
+from specmamba.engine.stepping.step_cycle import GrammarTurns
 from specmamba.errors import ConfigError, RankLostError
 from specmamba.grammar import CompiledGrammar
 from specmamba.parallel.control import RankLinks
@@ -43,7 +45,6 @@ class FirstEngine(Engine):
             SpecmambaError: as ``Engine``; also where another rank cannot load its part.
         """
         self._links, self._children = links, children
-        self._is_stepping = self._tells_grammars = False
         try:
             super().__init__(config, ranks)
         except RuntimeError as error:
@@ -84,31 +85,27 @@ class FirstEngine(Engine):
 
     def abort(self, request_id: str) -> None:
         """As ``Engine.abort``; what ends in a step ends on all ranks."""
-        if not self._is_stepping and request_id in self._requests:
+        if request_id in self.live.by_id:
             with suppress(RankLostError):  # then nothing goes on, and what is left here is still to be freed
                 self._links.send({"do": "abort", "request_id": request_id})
         super().abort(request_id)
 
     def step(self) -> list[OutputDelta]:
         """As ``Engine.step``. Raises RankLostError where another rank is lost."""
-        self._tells_grammars = any(request.follower is not None for request in self._requests.values())
+        has_grammars = any(request.follower is not None for request in self.live.by_id.values())
         # the others have no grammars, and must exchange the same in the same order
-        self.runner.drafts_before = self._tells_grammars
-        self._links.send({"do": "step", "has_grammars": self._tells_grammars})
-        self._is_stepping = True
+        self._turns.are_told = self.runner.drafts_before = has_grammars
+        self._links.send({"do": "step", "has_grammars": has_grammars})
         try:
             return super().step()
         except RuntimeError as error:  # perhaps of an exchange with a rank that has ended
             if (lost := self._links.lost_soon()) is None:
                 raise
             raise lost from error
-        finally:
-            self._is_stepping = False
 
     def preempt(self, request: Request) -> None:
         """As ``Engine.preempt``."""
-        if not self._is_stepping:
-            self._links.send({"do": "preempt", "request_id": request.request_id})
+        self._links.send({"do": "preempt", "request_id": request.request_id})
         super().preempt(request)
 
     def flush_cache(self) -> int:
@@ -131,19 +128,34 @@ class FirstEngine(Engine):
             if self._children is not None:
                 self._children.close()
 
-    def _ready(self, is_idle: bool) -> list[Request]:
-        ready = super()._ready(is_idle)
-        if self._tells_grammars:
-            self._links.send({"ready": [request.request_id for request in ready], **self._errors(ready)})
+    def make_turns(self) -> GrammarTurns:
+        """As ``Engine.make_turns``; the others are told of them."""
+        self._turns = ToldTurns(self.constraints, self._links)
+        return self._turns
+
+
+class ToldTurns:
+    """Which requests wait for their grammars here; other ranks, which have no grammars, are told."""
+
+    def __init__(self, constraints: Constraints, links: RankLinks) -> None:
+        self._constraints, self._links = constraints, links
+        self.are_told = False  # in this step: some request has a grammar
+
+    def ready(self, requests: Sequence[Request], is_idle: bool) -> list[Request]:
+        """As ``Constraints.ready``."""
+        ready = self._constraints.ready(requests, is_idle)
+        if self.are_told:
+            self._links.send({"ready": [request.request_id for request in ready], **_errors(ready)})
         return ready
 
-    def _told_errors(self, batch: Sequence[Request]) -> None:
-        if self._tells_grammars:
-            self._links.send(self._errors(batch))
+    def agree_on_errors(self, batch: Sequence[Request]) -> None:
+        """Tell others which requests of a step cannot go on within their grammars."""
+        if self.are_told:
+            self._links.send(_errors(batch))
 
-    @staticmethod
-    def _errors(requests: Sequence[Request]) -> dict[str, Any]:
-        return {"errors": {r.request_id: str(r.grammar_error) for r in requests if r.grammar_error is not None}}
+
+def _errors(requests: Sequence[Request]) -> dict[str, Any]:
+    return {"errors": {r.request_id: str(r.grammar_error) for r in requests if r.grammar_error is not None}}
 
 
 def leave(ranks: Ranks, links: RankLinks) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 from specmamba.config import EngineConfig
 from specmamba.engine.channels import SentRequest
+from specmamba.engine.constraints import Constraints
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
+from specmamba.engine.stepping.live_requests import LiveRequests
+from specmamba.engine.stepping.step_cycle import GrammarTurns
 from specmamba.errors import GrammarError
 from specmamba.parallel.control import FirstRankLink
 from specmamba.parallel.ranks import Ranks
@@ -19,7 +22,7 @@ class OtherEngine(Engine):
 
     def __init__(self, config: EngineConfig, ranks: Ranks, link: FirstRankLink) -> None:
         """Load this rank's part; ``link``: to rank 0. Raises as ``Engine``."""
-        self._link, self._is_told = link, False
+        self._link = link
         super().__init__(config, ranks)
 
     def run(self) -> None:
@@ -30,14 +33,14 @@ class OtherEngine(Engine):
     def _do(self, message: Mapping[str, Any]) -> None:
         match message["do"]:
             case "step":
-                self._is_told = self.runner.drafts_before = message["has_grammars"]
+                self._turns.are_told = self.runner.drafts_before = message["has_grammars"]
                 self.step()
             case "add":
                 SentRequest.of(message).add_to(self)
             case "abort":
                 self.abort(message["request_id"])
             case "preempt":
-                self.preempt(self._requests[message["request_id"]])
+                self.preempt(self.live.by_id[message["request_id"]])
             case "flush":
                 self.flush_cache()
             case "forget":
@@ -45,18 +48,33 @@ class OtherEngine(Engine):
             case other:
                 raise ValueError(f"rank 0 asks for {other!r}, which no rank does")
 
-    def _ready(self, is_idle: bool) -> list[Request]:
-        if not self._is_told:
-            return super()._ready(is_idle)
+    def make_turns(self) -> GrammarTurns:
+        """As ``Engine.make_turns``: rank 0 says it."""
+        self._turns = HeardTurns(self.constraints, self._link, self.live)
+        return self._turns
+
+
+class HeardTurns:
+    """Which requests wait for their grammars, as rank 0 says."""
+
+    def __init__(self, constraints: Constraints, link: FirstRankLink, live: LiveRequests) -> None:
+        self._constraints, self._link, self._live = constraints, link, live
+        self.are_told = False  # in this step: some request has a grammar there
+
+    def ready(self, requests: Sequence[Request], is_idle: bool) -> list[Request]:
+        """As ``Constraints.ready``."""
+        if not self.are_told:
+            return self._constraints.ready(requests, is_idle)
         message = self._link.receive()
-        ready = [self._requests[request_id] for request_id in message["ready"]]
+        ready = [self._live.by_id[request_id] for request_id in message["ready"]]
         self._note_errors(message)
         return ready
 
-    def _told_errors(self, batch: Sequence[Request]) -> None:
-        if self._is_told:
+    def agree_on_errors(self, batch: Sequence[Request]) -> None:
+        """Note which requests of a step cannot go on within their grammars."""
+        if self.are_told:
             self._note_errors(self._link.receive())
 
     def _note_errors(self, message: Mapping[str, Any]) -> None:
         for request_id, text in message["errors"].items():
-            self._requests[request_id].told_error = GrammarError(text)
+            self._live.by_id[request_id].told_error = GrammarError(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,7 +20,7 @@ from specmamba.server.http.error_answers import SERVER, ApiError, errors
 from specmamba.server.http.fields import StrictModel
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.base_engine import BaseEngine
     from specmamba.engine.scheduler import EngineStats
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
     return router
 
 
-async def between_steps(engine: EngineThread, function: Callable[[Engine], T]) -> T:
+async def between_steps(engine: EngineThread, function: Callable[[Any], T]) -> T:
     """Call a function with the engine, on its thread, between two steps.
 
     Raises:
@@ -201,5 +201,5 @@ async def between_steps(engine: EngineThread, function: Callable[[Engine], T]) -
         raise ApiError(503, message, kind=SERVER, code="engine_busy") from None
 
 
-def _report(engine: Engine, view: View) -> CacheReport | OwnCacheReport:
+def _report(engine: BaseEngine, view: View) -> CacheReport | OwnCacheReport:
     return (CacheReport if view.is_whole else OwnCacheReport).model_validate(engine.cache_report(view))

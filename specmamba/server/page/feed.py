@@ -24,7 +24,7 @@ from specmamba.server.page.samples import (
 )
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
+    from specmamba.engine.base_engine import BaseEngine
     from specmamba.engine.engine_sample import EngineSample
 
 logger = logging.getLogger("specmamba")
@@ -139,7 +139,7 @@ class Feed:
             "interval": INTERVAL_S,
         }
 
-    def _command(self, function: Callable[[Engine], None]) -> None:
+    def _command(self, function: Callable[[BaseEngine], None]) -> None:
         """Call a function with the engine. Calls are executed in order, whichever task makes them."""
         with suppress(EngineStoppedError):  # the sampler publishes "end"
             self._engine.call(function)
@@ -182,7 +182,11 @@ class Feed:
     async def _sample(self, with_outlines: bool) -> EngineSample:
         views = tuple(self._latest)
         max_nodes = MAX_TREE_NODES if with_outlines else 0
-        future = asyncio.wrap_future(self._engine.call(lambda engine: engine.sample(views, max_nodes)))
+
+        def take(engine: BaseEngine) -> EngineSample:
+            return engine.sample(views, max_nodes)
+
+        future = asyncio.wrap_future(self._engine.call(take))
         waited = 0.0
         try:
             while not (await asyncio.wait({future}, timeout=BUSY_AFTER_S))[0]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from specmamba.core import FinishReason, OutputDelta, SpecStats
 from specmamba.engine.request import Request
-from specmamba.engine.telling.acceptance_watch import AcceptanceWatch
+from specmamba.engine.stepping.acceptance_watch import AcceptanceWatch
 from specmamba.errors import RequestError
 from specmamba.verify.result import StepResult
 

@@ -1,1 +1,0 @@
-"""What clients and statistics are told of steps, behind their decisions."""
