@@ -246,26 +246,7 @@ class Engine(BaseEngine):
         owner: Owner = ANYONE,
         predicted_ids: Sequence[int] = (),
     ) -> None:
-        """Queue a request.
-
-        Where the queue is full, a request of a client with more waiting ones may leave it: it gets an error delta.
-
-        Args:
-            request_id: chosen by the caller; unique among running requests.
-            prompt_token_ids: the prompt.
-            params: how tokens are chosen, and when the request ends.
-            forced_output_ids: output tokens that are given instead of chosen, as far as they go.
-            extra_key: cached prefixes are shared only between requests of the same key and tenant.
-            grammar: ``params.grammar``, compiled.
-            owner: the client.
-            predicted_ids: tokens that the output is expected to repeat, to draft from; ``params.prediction``, encoded.
-
-        Raises:
-            RequestError: the prompt is empty or has an unknown token, the id is in use, or this engine cannot draft
-                from a given text.
-            PromptTooLongError: no output token fits behind the prompt.
-            QueueFullError: too many requests are waiting.
-        """
+        """As ``BaseEngine.add_request``."""
         self.check_request(prompt_token_ids, params, forced_output_ids)
         predicted_ids = predicted_ids or self.encode_prediction(params)
         self.check_prediction(predicted_ids, params)
@@ -294,7 +275,7 @@ class Engine(BaseEngine):
 
     @property
     def draft_algorithm(self) -> str:
-        """What drafts: the name of ``--speculative-algorithm``, or "none"."""
+        """As ``BaseEngine.draft_algorithm``."""
         return self.draft_plan.algorithm
 
     def abort(self, request_id: str) -> None:
