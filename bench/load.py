@@ -25,7 +25,7 @@ from specmamba.measure.command import Report, put_out, repeated_flags, run_comma
 from specmamba.measure.report import Count, JsonOption, machine, progress_bar, versions
 
 PROG = "python -m specmamba.bench.load"
-CHILD = "from specmamba.measure.load_timing import load_here; load_here()"
+CHILD = "from specmamba.engine.load_timing import load_here; load_here()"
 
 
 class LoadConfig(JsonOption):

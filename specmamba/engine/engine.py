@@ -28,7 +28,6 @@ from specmamba.engine.base_engine import BaseEngine
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured.captured_steps import build_graph_runner
 from specmamba.engine.captured.step_memory import graph_token_bytes
-from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.engine_sample import EngineSample, cache_report, cache_text
 from specmamba.engine.handoffs import DecodeSide, Handoffs, PrefillSide
@@ -47,6 +46,7 @@ from specmamba.engine.request import Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
 from specmamba.engine.stepping.acceptance_watch import AcceptanceWatch
+from specmamba.engine.stepping.constraints import Constraints
 from specmamba.engine.stepping.live_requests import LiveRequests
 from specmamba.engine.stepping.step_cycle import GrammarTurns, StepCycle
 from specmamba.engine.stepping.step_news import Reporter

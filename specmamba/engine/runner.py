@@ -28,8 +28,8 @@ from specmamba.engine.captured.ending_rows import EndingRows
 from specmamba.engine.captured.graph_runner import ReplayedDrafts, StepCall, StepGraphRunner
 from specmamba.engine.captured.step_in_flight import ExtendInFlight, StepInFlight
 from specmamba.engine.captured.step_inputs import NEW
-from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
+from specmamba.engine.stepping.constraints import ConstrainedDrafts, Constraints
 from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext

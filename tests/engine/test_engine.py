@@ -108,7 +108,10 @@ def assert_consistent(engine: Engine) -> None:
     assert pools.table.num_free_rows == pools.table.num_rows - len(running)
     cache = engine.cache_manager.cache
     cache.check(pools.table.held_pages())
-    steps = [engine.cycle.prefill.unread, None if engine.cycle.in_flight is None else engine.cycle.in_flight.extend]
+    steps = [
+        engine.cycle.known_tokens.unread,
+        None if engine.cycle.in_flight is None else engine.cycle.in_flight.extend,
+    ]
     num_copies = sum(state is not None for extend in steps if extend is not None for state in extend.states)
     assert pools.states.num_free == pools.states.num_slots - len(running) - cache.stats.num_states - num_copies
     assert all(r.node is not None and r.node.end <= r.num_run and r.node.kv_locks > 0 for r in running)

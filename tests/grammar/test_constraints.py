@@ -15,8 +15,8 @@ import torch
 
 from specmamba.core import DraftTree
 from specmamba.draft.drafter import chain_shape, tree_shape
-from specmamba.engine.constraints import Constraints, restrict
 from specmamba.engine.request import Request
+from specmamba.engine.stepping.constraints import Constraints, restrict
 from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarFollower, GrammarMatcher, TreeMask
 from specmamba.grammar.follower import MAX_OWNERS, MEMORY_SECONDS, WaitShares
@@ -37,7 +37,7 @@ def constraints() -> Iterator[Constraints]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ROOT_SECONDS", "TREE_SECONDS", "MAX_TREE_SECONDS"):
-        monkeypatch.setattr(f"specmamba.engine.constraints.{name}", 5.0)
+        monkeypatch.setattr(f"specmamba.engine.stepping.constraints.{name}", 5.0)
     monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 1e9)
 
 
@@ -190,7 +190,7 @@ def test_a_request_whose_tree_is_late_keeps_its_root_and_sits_out_until_the_mask
     tree: DraftTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("ROOT_SECONDS", "TREE_SECONDS"):
-        monkeypatch.setattr(f"specmamba.engine.constraints.{name}", 0.02)
+        monkeypatch.setattr(f"specmamba.engine.stepping.constraints.{name}", 0.02)
     late = Refuses(gate=threading.Event())
     slow, quick, free = request(late, owner="a"), request(Refuses((12,)), owner="b"), request()
     made = run(DraftTree(tree.tokens, tree_shape(tree.shape.parents, 2)), slow, free)
@@ -210,7 +210,7 @@ def test_a_request_whose_tree_is_late_keeps_its_root_and_sits_out_until_the_mask
 
 
 def test_a_request_whose_drawn_tree_takes_too_long_fails(tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmamba.engine.constraints.MAX_DRAWN_SECONDS", 0.1)
+    monkeypatch.setattr("specmamba.engine.stepping.constraints.MAX_DRAWN_SECONDS", 0.1)
     drawn = DraftTree(tree.tokens, tree.shape, torch.rand(2, 6, 40))
     late = Refuses(gate=threading.Event())
     slow = request(late)
@@ -234,7 +234,7 @@ def test_without_a_free_thread_drawn_drafts_are_left_out(tree: DraftTree, monkey
 
 
 def test_a_drawn_tree_that_cannot_begin_is_left_out(tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmamba.engine.constraints.MAX_DRAWN_SECONDS", 0.1)
+    monkeypatch.setattr("specmamba.engine.stepping.constraints.MAX_DRAWN_SECONDS", 0.1)
     drawn = DraftTree(tree.tokens, tree.shape, torch.rand(2, 6, 40))
     late = [Refuses(gate=threading.Event()) for _ in range(2)]
     busy = [request(matcher, owner="drawn") for matcher in late]
@@ -259,7 +259,7 @@ def test_a_drawn_tree_that_cannot_begin_is_left_out(tree: DraftTree, monkeypatch
 
 
 def test_a_request_that_waited_behind_others_stays_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.02)
+    monkeypatch.setattr("specmamba.engine.stepping.constraints.ROOT_SECONDS", 0.02)
     gate, first, second = threading.Event(), Refuses(), Refuses()
     monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(60))
     slow, queued = request(first, owner="queue"), request(second, owner="queue")
@@ -274,7 +274,7 @@ def test_a_request_that_waited_behind_others_stays_a_quick_one(monkeypatch: pyte
 
 
 def test_a_job_that_never_begins_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.02)
+    monkeypatch.setattr("specmamba.engine.stepping.constraints.ROOT_SECONDS", 0.02)
     monkeypatch.setattr("specmamba.grammar.follower.MAX_QUEUE_SECONDS", 0.05)
     gate, first = threading.Event(), Refuses()
     monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(60))
@@ -346,7 +346,7 @@ def test_an_owner_that_used_up_its_share_is_not_waited_for(tree: DraftTree, monk
 
 def test_waits_are_charged_to_their_owner_when_others_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
-    monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.05)
+    monkeypatch.setattr("specmamba.engine.stepping.constraints.ROOT_SECONDS", 0.05)
     made, gate, matcher = Constraints(32 * WORDS), threading.Event(), Refuses()
     monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(60))
     slow = request()

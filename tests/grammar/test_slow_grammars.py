@@ -12,9 +12,9 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.core import OutputDelta
-from specmamba.engine.constraints import ROOT_SECONDS, Constraints
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
+from specmamba.engine.stepping.constraints import ROOT_SECONDS, Constraints
 from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.grammar.compiler import token_bytes
 from specmamba.grammar.worker import compile_grammar
@@ -222,7 +222,7 @@ def test_sitting_out_changes_no_text(
         return [(name, text_of(deltas, name)) for name in (*texts, "plain")]
 
     for name in ("ROOT_SECONDS", "TREE_SECONDS", "MAX_TREE_SECONDS"):  # which drafts are made must not depend on time
-        monkeypatch.setattr(f"specmamba.engine.constraints.{name}", 5.0)
+        monkeypatch.setattr(f"specmamba.engine.stepping.constraints.{name}", 5.0)
     monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 1e9)
     expected, ready, rng = run(), Constraints.ready, random.Random(1)
 

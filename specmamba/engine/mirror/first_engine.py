@@ -10,10 +10,10 @@ from typing import Any
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.channels import SentRequest
-from specmamba.engine.constraints import Constraints
 from specmamba.engine.engine import Engine
 from specmamba.engine.mirror.rank_children import RankChildren
 from specmamba.engine.request import Request
+from specmamba.engine.stepping.constraints import Constraints
 from specmamba.engine.stepping.step_cycle import GrammarTurns
 from specmamba.errors import ConfigError, RankLostError
 from specmamba.grammar import CompiledGrammar

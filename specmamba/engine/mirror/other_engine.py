@@ -7,9 +7,9 @@ from typing import Any
 
 from specmamba.config import EngineConfig
 from specmamba.engine.channels import SentRequest
-from specmamba.engine.constraints import Constraints
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
+from specmamba.engine.stepping.constraints import Constraints
 from specmamba.engine.stepping.live_requests import LiveRequests
 from specmamba.engine.stepping.step_cycle import GrammarTurns
 from specmamba.errors import GrammarError

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from specmamba.core import OutputDelta
 from specmamba.engine.cache_manager import CacheManager
-from specmamba.engine.constraints import Constraints
 from specmamba.engine.handoffs import Handoffs
 from specmamba.engine.request import Request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
+from specmamba.engine.stepping.constraints import Constraints
 from specmamba.verify.pools import Pools
 
 NOT_FINITE = "the model's numbers are not finite for this request: try --dtype bfloat16 or float32"

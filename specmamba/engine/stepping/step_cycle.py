@@ -18,8 +18,8 @@ from specmamba.engine.captured.step_in_flight import StepInFlight
 from specmamba.engine.request import Request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
+from specmamba.engine.stepping.known_tokens import KnownTokens
 from specmamba.engine.stepping.live_requests import NOT_FINITE, LiveRequests
-from specmamba.engine.stepping.prefill import Prefill
 from specmamba.engine.stepping.step_news import News, Reporter, StepNews, has_ended
 from specmamba.errors import RequestError
 from specmamba.verify.pools import Pools
@@ -60,7 +60,7 @@ class StepCycle:
     ) -> None:
         self._runner, self._scheduler, self._cache, self._pools = runner, scheduler, cache_manager, pools
         self._live, self._turns, self._reporter = live, turns, reporter
-        self.prefill = Prefill(runner, scheduler, cache_manager, live)
+        self.known_tokens = KnownTokens(runner, scheduler, cache_manager, live)
         self.chain = StepChain(runner, scheduler)
         self.in_flight: StepInFlight | None = None  # launched, and not read yet
         self.untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
@@ -128,9 +128,9 @@ class StepCycle:
         step, self.in_flight, self.untold = self.in_flight, None, []
         behind, ended = self.chain.take()
         launched = [each for each in (step, behind) if each is not None]
-        for extend in (self.prefill.unread, *(each.extend for each in launched)):
-            self.prefill.drop(extend)
-        self.prefill.unread = None
+        for extend in (self.known_tokens.unread, *(each.extend for each in launched)):
+            self.known_tokens.drop(extend)
+        self.known_tokens.unread = None
         with suppress(Exception):  # of a device that has failed: all else is closed nevertheless
             for read in filter(None, (self._dropped, *(each.read for each in launched))):
                 read.wait()  # the memory of its requests is freed
@@ -151,7 +151,7 @@ class StepCycle:
             self._error = error
             return True
         if is_behind:
-            self.prefill.unread = None  # it is read with that verify
+            self.known_tokens.unread = None  # it is read with that verify
         return is_behind
 
     # ---- what runs ---------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class StepCycle:
         Returns:
             Whether a verify was launched that is to be read at once.
         """
-        deltas += [self._fail(request) for request in self.prefill.read()]
+        deltas += [self._fail(request) for request in self.known_tokens.read()]
         while (request := self._scheduler.make_room()) is not None:  # before new requests take what running ones need
             self.preempt(request)
         deltas += self._displace()
@@ -181,7 +181,7 @@ class StepCycle:
                 deltas += self._admit()
             self._cache.wait_for_tiers()
         if runs := self._scheduler.next_runs():
-            failed, ready = self.prefill.run(runs)
+            failed, ready = self.known_tokens.run(runs)
             deltas += [self._fail(request) for request in failed]
             deltas += self._start([request for request in ready if request.row is not None])
         overlaps = self._runner.overlaps(self._scheduler.verifying)
@@ -214,8 +214,8 @@ class StepCycle:
         if self._scheduler.must_yield() is not None:
             return None
         if runs := self._scheduler.next_runs():
-            deltas += self._start(self.prefill.launch(runs))
-        return Arrivals([r for r in self._scheduler.verifying if r not in before], self.prefill.unread)
+            deltas += self._start(self.known_tokens.launch(runs))
+        return Arrivals([r for r in self._scheduler.verifying if r not in before], self.known_tokens.unread)
 
     def _displace(self) -> list[OutputDelta]:
         """Return the last deltas of requests that leave a full queue for other clients' ones."""
@@ -263,7 +263,7 @@ class StepCycle:
         self._finished = time.perf_counter()
         behind, ended = self.chain.take()
         self._live.free_held(ended)
-        failed = [] if step.extend is None else self.prefill.note(step.extend, step.read.wait()[-1])
+        failed = [] if step.extend is None else self.known_tokens.note(step.extend, step.read.wait()[-1])
         going_on = [(r, result) for r, result in zip(step.requests, results, strict=True) if r not in out]
         if behind is not None:
             self.chain.gone = frozenset(r for r, result in going_on if r.text.ends_on_device(result.tokens))

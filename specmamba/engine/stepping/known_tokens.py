@@ -12,7 +12,7 @@ from specmamba.engine.scheduler import Scheduler
 from specmamba.engine.stepping.live_requests import LiveRequests
 
 
-class Prefill:
+class KnownTokens:
     """Runs known tokens between two verifies, or behind one that was not read yet."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, cache_manager: CacheManager, live: LiveRequests) -> None:
