@@ -7,8 +7,9 @@ family is written to a temporary folder. In every round both runtimes decode the
 time of transformers' prompt is taken off by the difference between a long and a short generation; this runtime's steps
 are timed one by one, captured, as they are in use. The cost of a verify is the time of its forward with 4 nodes over
 that with 1 node, both operator by operator, since phases of a captured step cannot be timed; its drafts are n-grams of
-the text, a repeated pattern, so that trees are full. All requests of a batch have that text: of experts only those
-of one token are read in a step, by both runtimes.
+the text, a repeated pattern, so that trees are full. Each request of a batch repeats a pattern of its own, and both
+runtimes are given the same tokens instead of those that they choose: so requests have experts of their own, as requests
+of users have, and both runtimes read the same ones.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.report import JsonFile, machine, progress_bar, split_numbers, versions
 
 if TYPE_CHECKING:  # --help must not wait for torch
+    from torch import Tensor
+
     from specmamba.measure.full_batch import Stretch
 
 PROG = "python -m specmamba.bench.families"
 NAMES = (
     *("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
-    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "falcon_mamba", "jamba", "mamba2"),
+    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "lfm2_moe", "falcon_mamba", "jamba", "mamba2"),
 )
 NUM_NODES = 4
 CHAIN_FLAGS: dict[str, Any] = {
@@ -46,7 +49,8 @@ CHAIN_FLAGS: dict[str, Any] = {
     "speculative_num_steps": NUM_NODES - 1,
     "speculative_eagle_topk": 1,
 }
-PATTERN = (101, 202, 303, 404, 505, 606, 707)  # prompts repeat it
+PATTERN_TOKENS = 7  # of each request's own pattern, which its prompt repeats
+FIRST_TOKEN = 100  # behind special ones
 PROMPT_TOKENS = 35
 CONTEXT_LENGTH = 256
 
@@ -104,6 +108,7 @@ def run(config: FamiliesConfig) -> dict[str, Any]:
         "max_tokens": config.max_tokens,
         "rounds": config.rounds,
         "num_nodes": NUM_NODES,
+        "texts": "one for each request",
         "families": families,
     }
 
@@ -183,9 +188,9 @@ class OurSide:
         from specmamba.measure.full_batch import Job, run_full_batch
         from specmamba.sampling_params import SamplingParams
 
-        prompt, replay = prompt_and_rest(tokens)
-        params = SamplingParams(max_tokens=len(replay), temperature=0.0, ignore_eos=True)
-        return run_full_batch(self.llm, [Job(prompt, params, replay)] * batch_size, clock)
+        texts = [prompt_and_rest(request, tokens) for request in range(batch_size)]
+        params = SamplingParams(max_tokens=len(texts[0][1]), temperature=0.0, ignore_eos=True)
+        return run_full_batch(self.llm, [Job(prompt, params, rest) for prompt, rest in texts], clock)
 
 
 class TheirSide:
@@ -205,21 +210,33 @@ class TheirSide:
         import torch
 
         torch.set_num_threads(self.num_threads)
-        inputs = torch.tensor([prompt_and_rest(0)[0]] * batch_size)
-        seconds = []
+        texts = [prompt_and_rest(request, tokens) for request in range(batch_size)]
+        inputs, rest = (torch.tensor(part) for part in zip(*texts, strict=True))
+        rows, seconds = torch.arange(batch_size), []
+
+        def choose_given(known: Tensor, scores: Tensor) -> Tensor:
+            scores[rows, rest[:, known.shape[1] - PROMPT_TOKENS]] = torch.inf
+            return scores
+
         with torch.inference_mode():
             for count in (1, 1 + tokens):
                 began = time.perf_counter()
                 self._model.generate(
-                    input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False
+                    input_ids=inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    max_new_tokens=count,
+                    do_sample=False,
+                    logits_processor=[choose_given],
                 )
                 seconds.append(time.perf_counter() - began)
         return (seconds[1] - seconds[0]) / tokens
 
 
-def prompt_and_rest(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt that repeats ``PATTERN``, and at least ``tokens`` tokens that continue it."""
-    stream = PATTERN * (-(-(PROMPT_TOKENS + tokens + 8) // len(PATTERN)))
+def prompt_and_rest(request: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt that repeats a pattern, and at least ``tokens`` tokens that continue it; requests share no token."""
+    first = FIRST_TOKEN + request * PATTERN_TOKENS
+    pattern = tuple(range(first, first + PATTERN_TOKENS))
+    stream = pattern * (-(-(PROMPT_TOKENS + tokens + 8) // PATTERN_TOKENS))
     return stream[:PROMPT_TOKENS], stream[PROMPT_TOKENS : PROMPT_TOKENS + tokens + 8]
 
 
