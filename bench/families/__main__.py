@@ -3,9 +3,9 @@
     python -m specmamba.bench.families [--families falcon_h1,mamba2] [--rounds 3] [--processor-time] [--json FILE]
 
 Weights are random, in bfloat16: speeds hardly depend on their values, and nothing is downloaded. A checkpoint per
-family is written to a temporary folder. In every round both runtimes decode the same prompts, at batch 1 and 16. The
-time of transformers' prompt is taken off by the difference between a long and a short generation; this runtime's steps
-are timed one by one, captured, as they are in use. The cost of a verify is the time of its forward with 4 nodes over
+family is written to a temporary folder. In every round both runtimes decode the same prompts, at batch 1 and 16.
+transformers' steps are timed between its choices of tokens, so that its prompt is left out; this runtime's steps are
+timed one by one, captured, as they are in use. The cost of a verify is the time of its forward with 4 nodes over
 that with 1 node, both operator by operator, since phases of a captured step cannot be timed; its drafts are n-grams of
 the text, a repeated pattern, so that trees are full. Each request of a batch repeats a pattern of its own, and both
 runtimes are given the same tokens instead of those that they choose: so requests have experts of their own, as requests
@@ -222,7 +222,7 @@ class TheirSide:
         self._model.generation_config.eos_token_id = None
 
     def decode(self, batch_size: int, tokens: int) -> float:
-        """Seconds of a step: a long generation less a short one."""
+        """Seconds of a step, behind the prompt: from one choice of tokens to the last."""
         import torch
 
         torch.set_num_threads(self.num_threads)
@@ -231,21 +231,19 @@ class TheirSide:
         rows, seconds = torch.arange(batch_size), []
 
         def choose_given(known: Tensor, scores: Tensor) -> Tensor:
+            seconds.append(self._now())
             scores[rows, rest[:, known.shape[1] - PROMPT_TOKENS]] = torch.inf
             return scores
 
         with torch.inference_mode():
-            for count in (1, 1 + tokens):
-                began = self._now()
-                self._model.generate(
-                    input_ids=inputs,
-                    attention_mask=torch.ones_like(inputs),
-                    max_new_tokens=count,
-                    do_sample=False,
-                    logits_processor=[choose_given],
-                )
-                seconds.append(self._now() - began)
-        return (seconds[1] - seconds[0]) / tokens
+            self._model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=1 + tokens,
+                do_sample=False,
+                logits_processor=[choose_given],
+            )
+        return (seconds[-1] - seconds[0]) / tokens
 
 
 def prompt_and_rest(request: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
