@@ -1,14 +1,15 @@
 """Decoding of every family at about half a billion parameters, against transformers' ``generate``.
 
-    python -m specmamba.bench.families [--families falcon_h1,mamba2] [--rounds 3] [--json FILE]
+    python -m specmamba.bench.families [--families falcon_h1,mamba2] [--rounds 3] [--processor-time] [--json FILE]
 
 Weights are random, in bfloat16: speeds hardly depend on their values, and nothing is downloaded. A checkpoint per
-family is written to a temporary folder. In every round both runtimes decode the same prompts, at batch 1 and 16. The
-time of transformers' prompt is taken off by the difference between a long and a short generation; this runtime's steps
-are timed one by one, captured, as they are in use. The cost of a verify is the time of its forward with 4 nodes over
+family is written to a temporary folder. In every round both runtimes decode the same prompts, at batch 1 and 16.
+transformers' steps are timed between its choices of tokens, so that its prompt is left out; this runtime's steps are
+timed one by one, captured, as they are in use. The cost of a verify is the time of its forward with 4 nodes over
 that with 1 node, both operator by operator, since phases of a captured step cannot be timed; its drafts are n-grams of
-the text, a repeated pattern, so that trees are full. All requests of a batch have that text: of experts only those
-of one token are read in a step, by both runtimes.
+the text, a repeated pattern, so that trees are full. Each request of a batch repeats a pattern of its own, and both
+runtimes are given the same tokens instead of those that they choose: so requests have experts of their own, as requests
+of users have, and both runtimes read the same ones.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.report import JsonFile, machine, progress_bar, split_numbers, versions
 
 if TYPE_CHECKING:  # --help must not wait for torch
+    from torch import Tensor
+
     from specmamba.measure.full_batch import Stretch
 
 PROG = "python -m specmamba.bench.families"
 NAMES = (
     *("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
-    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "falcon_mamba", "jamba", "mamba2"),
+    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "lfm2_moe", "falcon_mamba", "jamba", "mamba2"),
 )
 NUM_NODES = 4
 CHAIN_FLAGS: dict[str, Any] = {
@@ -46,7 +49,8 @@ CHAIN_FLAGS: dict[str, Any] = {
     "speculative_num_steps": NUM_NODES - 1,
     "speculative_eagle_topk": 1,
 }
-PATTERN = (101, 202, 303, 404, 505, 606, 707)  # prompts repeat it
+PATTERN_TOKENS = 7  # of each request's own pattern, which its prompt repeats
+FIRST_TOKEN = 100  # behind special ones
 PROMPT_TOKENS = 35
 CONTEXT_LENGTH = 256
 
@@ -64,6 +68,13 @@ class FamiliesConfig(CommandLine, JsonFile):
     ] = (1, 16)
     max_tokens: Annotated[int, Field(ge=4, description="tokens that are decoded and timed, at batch 1")] = 32
     rounds: Annotated[int, Field(ge=1, description="rounds; medians over them are reported")] = 3
+    processor_time: Annotated[
+        bool,
+        Field(
+            description="one thread for either runtime, timed by its processor time and without verifies: where other "
+            "work shares the machine"
+        ),
+    ] = False
 
     @field_validator("families")
     @classmethod
@@ -79,8 +90,8 @@ class Round:
 
     transformers: float
     plain: float
-    verify_one: float
-    verify_many: float
+    verify_one: float | None  # None: not measured
+    verify_many: float | None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,6 +115,8 @@ def run(config: FamiliesConfig) -> dict[str, Any]:
         "max_tokens": config.max_tokens,
         "rounds": config.rounds,
         "num_nodes": NUM_NODES,
+        "texts": "one for each request",
+        "timed_by": "processor time of one thread" if config.processor_time else "clock",
         "families": families,
     }
 
@@ -112,8 +125,8 @@ def measure_family(config: FamiliesConfig, name: str, folder: Path) -> dict[str,
     """Measure both runtimes on one checkpoint, in turns."""
     from specmamba.bench.families.shapes import write_family
 
-    num_parameters = write_family(name, folder)
-    ours, theirs = OurSide(folder, max(config.batch_sizes)), TheirSide(folder)
+    num_parameters, is_alone = write_family(name, folder), not config.processor_time
+    ours, theirs = OurSide(folder, max(config.batch_sizes), is_alone), TheirSide(folder, is_alone)
     try:
         for batch_size in config.batch_sizes:  # warm up
             ours.plain(batch_size, 2), theirs.decode(batch_size, 2)
@@ -133,22 +146,23 @@ def measure_family(config: FamiliesConfig, name: str, folder: Path) -> dict[str,
     }
 
 
-def summarize(rounds: Sequence[Round], batch_size: int) -> dict[str, float | list[float]]:
+def summarize(rounds: Sequence[Round], batch_size: int) -> dict[str, float | list[float] | None]:
     """Medians over rounds; ratios are of one round."""
     ratios = [one.transformers / one.plain for one in rounds]
+    verifies = [one.verify_many / one.verify_one for one in rounds if one.verify_many and one.verify_one]
     return {
         "plain_tokens_per_second": round(batch_size / statistics.median(one.plain for one in rounds), 1),
         "transformers_tokens_per_second": round(batch_size / statistics.median(one.transformers for one in rounds), 1),
         "ratio_to_transformers": round(statistics.median(ratios), 2),
         "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
-        "verify_cost": round(statistics.median(one.verify_many / one.verify_one for one in rounds), 2),
+        "verify_cost": round(statistics.median(verifies), 2) if verifies else None,
     }
 
 
 class OurSide:
-    """This runtime: plain decoding, and verifying chains."""
+    """This runtime: plain decoding, and verifying chains. ``is_alone``: on all cores, by the clock."""
 
-    def __init__(self, folder: Path, max_batch: int) -> None:
+    def __init__(self, folder: Path, max_batch: int, is_alone: bool = True) -> None:
         import torch
 
         from specmamba import LLM
@@ -160,16 +174,19 @@ class OurSide:
             max_running_requests=max_batch,
             max_total_tokens=max(max_batch * 192, 2 * CONTEXT_LENGTH),
             disable_radix_cache=True,
+            num_threads=None if is_alone else 1,
             **CHAIN_FLAGS,
         )
-        self.num_threads = torch.get_num_threads()
+        self.num_threads, self._is_alone = torch.get_num_threads(), is_alone
 
-    def decode(self, batch_size: int, tokens: int) -> tuple[float, float, float]:
-        """Seconds of a plain step, of its verify of one node, and of a verify of a chain."""
+    def decode(self, batch_size: int, tokens: int) -> tuple[float, float | None, float | None]:
+        """Seconds of a plain step, of its verify of one node, and of a verify of a chain; of a step alone."""
         import torch
 
         torch.set_num_threads(self.num_threads)
         step = self.plain(batch_size, tokens)
+        if not self._is_alone:
+            return step, None, None
         one = self._run(batch_size, tokens, clock=True).verify_ms / 1e3
         self.llm.workbench.use_drafts(**CHAIN_FLAGS)
         return step, one, self._run(batch_size, tokens * NUM_NODES, clock=True).verify_ms / 1e3
@@ -183,43 +200,57 @@ class OurSide:
         from specmamba.measure.full_batch import Job, run_full_batch
         from specmamba.sampling_params import SamplingParams
 
-        prompt, replay = prompt_and_rest(tokens)
-        params = SamplingParams(max_tokens=len(replay), temperature=0.0, ignore_eos=True)
-        return run_full_batch(self.llm, [Job(prompt, params, replay)] * batch_size, clock)
+        texts = [prompt_and_rest(request, tokens) for request in range(batch_size)]
+        params = SamplingParams(max_tokens=len(texts[0][1]), temperature=0.0, ignore_eos=True)
+        jobs = [Job(prompt, params, rest) for prompt, rest in texts]
+        if self._is_alone:
+            return run_full_batch(self.llm, jobs, clock)
+        return run_full_batch(self.llm, jobs, now=time.thread_time)
 
 
 class TheirSide:
-    """transformers' ``generate``, on all cores."""
+    """transformers' ``generate``, on all cores, or not ``is_alone``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_alone: bool = True) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(_num_cores())
+        torch.set_num_threads(_num_cores() if is_alone else 1)
         self.num_threads = torch.get_num_threads()
+        self._now = time.perf_counter if is_alone else time.thread_time
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").eval()
         self._model.generation_config.eos_token_id = None
 
     def decode(self, batch_size: int, tokens: int) -> float:
-        """Seconds of a step: a long generation less a short one."""
+        """Seconds of a step, behind the prompt: from one choice of tokens to the last."""
         import torch
 
         torch.set_num_threads(self.num_threads)
-        inputs = torch.tensor([prompt_and_rest(0)[0]] * batch_size)
-        seconds = []
+        texts = [prompt_and_rest(request, tokens) for request in range(batch_size)]
+        inputs, rest = (torch.tensor(part) for part in zip(*texts, strict=True))
+        rows, seconds = torch.arange(batch_size), []
+
+        def choose_given(known: Tensor, scores: Tensor) -> Tensor:
+            seconds.append(self._now())
+            scores[rows, rest[:, known.shape[1] - PROMPT_TOKENS]] = torch.inf
+            return scores
+
         with torch.inference_mode():
-            for count in (1, 1 + tokens):
-                began = time.perf_counter()
-                self._model.generate(
-                    input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False
-                )
-                seconds.append(time.perf_counter() - began)
-        return (seconds[1] - seconds[0]) / tokens
+            self._model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=1 + tokens,
+                do_sample=False,
+                logits_processor=[choose_given],
+            )
+        return (seconds[-1] - seconds[0]) / tokens
 
 
-def prompt_and_rest(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt that repeats ``PATTERN``, and at least ``tokens`` tokens that continue it."""
-    stream = PATTERN * (-(-(PROMPT_TOKENS + tokens + 8) // len(PATTERN)))
+def prompt_and_rest(request: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt that repeats a pattern, and at least ``tokens`` tokens that continue it; requests share no token."""
+    first = FIRST_TOKEN + request * PATTERN_TOKENS
+    pattern = tuple(range(first, first + PATTERN_TOKENS))
+    stream = pattern * (-(-(PROMPT_TOKENS + tokens + 8) // PATTERN_TOKENS))
     return stream[:PROMPT_TOKENS], stream[PROMPT_TOKENS : PROMPT_TOKENS + tokens + 8]
 
 
@@ -241,7 +272,7 @@ def print_report(report: Report) -> None:
             name, f"{family['num_parameters'] / 1e6:.0f}M", size,
             f"{row['transformers_tokens_per_second']:.1f}", f"{row['plain_tokens_per_second']:.1f}",
             f"{row['ratio_to_transformers']:.2f}x", "{:.2f}-{:.2f}".format(*row["ratio_range"]),
-            f"{row['verify_cost']:.2f}",
+            "" if row["verify_cost"] is None else f"{row['verify_cost']:.2f}",
         )
         for name, family in report["families"].items()
         for size, row in family["batches"].items()

@@ -187,6 +187,16 @@ LFM2: dict[str, Any] = {
     "conv_L_cache": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
+LFM2_MOE: dict[str, Any] = LFM2 | {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_dense_layers": 2,
+    "moe_intermediate_size": 384,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+}
 
 # family: (class of the configuration, class of the model, settings)
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -201,6 +211,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", LFM2),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", LFM2_MOE),
     "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", FALCON_MAMBA),
     "jamba": ("JambaConfig", "JambaForCausalLM", JAMBA),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specmamba import LLM, SamplingParams
@@ -61,13 +61,16 @@ def accept_length(stretches: Sequence[Stretch]) -> float:
     return len(steps_per_token) / sum(steps_per_token)
 
 
-def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretch:
+def run_full_batch(
+    llm: LLM, jobs: Sequence[Job], clock: bool = False, now: Callable[[], float] = time.perf_counter
+) -> Stretch:
     """Run requests together, and time the steps in which all of them decode, until the first one ends.
 
     Args:
         llm: has no other requests.
         jobs: one per row of the batch; they should end at about the same length, so that the batch stays full.
         clock: time the phases of a step too.
+        now: seconds by which whole steps are timed.
 
     Raises:
         ConfigError: a request ended before all of them were decoding.
@@ -82,7 +85,7 @@ def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretc
         fill_batch(llm, len(jobs))
         laps.reset()
         replayed = llm.workbench.replayed_seconds
-        times, tokens = _run_until_one_ends(llm, names)
+        times, tokens = _run_until_one_ends(llm, names, now)
         phases = {phase: statistics.fmean(parts or [0.0]) * 1e3 for phase, parts in laps.seconds.items()}
         replayed = llm.workbench.replayed_seconds - replayed
     finally:
@@ -92,13 +95,15 @@ def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretc
     return Stretch(len(jobs), len(times), tokens, sum(times), phases["draft"], phases["verify"], replayed)
 
 
-def _run_until_one_ends(llm: LLM, names: Sequence[str]) -> tuple[list[float], tuple[int, ...]]:
+def _run_until_one_ends(
+    llm: LLM, names: Sequence[str], now: Callable[[], float]
+) -> tuple[list[float], tuple[int, ...]]:
     """Step until a request ends; return the seconds of every step and the number of tokens of every request."""
     times, tokens, is_full = [], dict.fromkeys(names, 0), True
     while is_full:
-        began = time.perf_counter()
+        began = now()
         deltas = llm.engine.step()
-        times.append(time.perf_counter() - began)
+        times.append(now() - began)
         for delta in deltas:
             tokens[delta.request_id] += len(delta.token_ids)
         is_full = not any(delta.finish_reason for delta in deltas)

@@ -18,9 +18,11 @@ from specmamba.flags.command_line import parse_command_line
 from specmamba.kernels.native import library
 from specmamba.models import nemotron_h
 from specmamba.sampling_params import SpeculationParams
+from tests.blocks import write_block_head
 from tests.decisions import decide_at_random, without_measurement
 from tests.families import FAMILIES
 from tests.noise import add_noise
+from tests.taught import teach
 
 pytestmark = pytest.mark.usefixtures("needs_native")
 
@@ -38,15 +40,19 @@ TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_nu
 WAYS: dict[str, dict[str, Any]] = {
     "adaptive": {"speculative_adaptive": "auto", "chunked_prefill_size": 64},
     "batch": {"speculative_algorithm": "none", "chunked_prefill_size": 32},
+    "block": {"speculative_algorithm": "dflash", **TREE, "chunked_prefill_size": 17},
     "chain": {"speculative_num_steps": 3},
     "ngram": {"speculative_algorithm": "ngram", "chunked_prefill_size": 32},
     "operators": {**TREE, "disable_cuda_graph": True, "chunked_prefill_size": 17},
     "preempted": {"speculative_num_steps": 2, "chunked_prefill_size": 32},
+    "suffix": {"speculative_algorithm": "suffix", "chunked_prefill_size": 64},
     "tree": {**TREE, "chunked_prefill_size": 32},
 }
 MODELS = {
     "demo": None,
     "gated delta net": "qwen3.5",
+    "gated delta net, steps to 2": "olmo-hybrid",
+    "windows alone": "lfm2",
     "Mamba1 alone": "falcon-mamba",
     "Mamba1 and experts": "jamba",
     "Mamba2": "granite-hybrid",
@@ -74,14 +80,15 @@ def folder_of(model: str, root: Path) -> Path | None:
         file = folder / "target" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text("utf8")) | changes), "utf8")
     add_noise(folder / "target", folder / "draft", 0.01)  # a small model that guesses right mostly, and not always
+    write_block_head(folder / "block", folder / "target", seed=4, reads=(1, 0))
     return folder
 
 
 def start(model: str, root: Path, dtype: str, flags: dict[str, Any], is_exact: bool = True) -> LLM:
     folder = folder_of(model, root)
     given = {"speculative_adaptive": "off", "dtype": dtype, **LIMITS, **flags}
-    if folder is not None and "speculative_algorithm" not in flags:
-        given["speculative_draft_model_path"] = str(folder / "draft")
+    if folder is not None and flags.get("speculative_algorithm", "dflash") == "dflash":
+        given["speculative_draft_model_path"] = str(folder / ("block" if "speculative_algorithm" in flags else "draft"))
     target = None if folder is None else str(folder / "target")
     return LLM(model=target, deterministic=is_exact, **given)
 
@@ -113,7 +120,13 @@ def preempt_often(llm: LLM) -> None:
     engine.step = step_and_preempt  # type: ignore[method-assign]
 
 
-CASES = [(model, dtype, way) for model in MODELS for dtype in ("bfloat16", "float32") for way in WAYS]
+CASES = [
+    (model, dtype, way)
+    for model in MODELS
+    for dtype in ("bfloat16", "float32")
+    for way in WAYS
+    if MODELS[model] or way != "block"  # a head of blocks is made for tiny models
+]
 
 
 @pytest.mark.fast_cases(
@@ -121,7 +134,7 @@ CASES = [(model, dtype, way) for model in MODELS for dtype in ("bfloat16", "floa
 )
 @pytest.mark.parametrize(("model", "dtype", "way"), CASES)
 def test_bits_are_those_of_a_request_alone(
-    model: str, dtype: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, dtype: str, way: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_measurement(monkeypatch)
     wanted = alone(model, root, dtype)
@@ -130,6 +143,9 @@ def test_bits_are_those_of_a_request_alone(
             decide_at_random(llm, seed=4)
         if way == "preempted":
             preempt_often(llm)
+        if way == "block":  # a random head guesses nothing
+            texts = [prompt + list(tokens) for prompt, (tokens, *_) in zip(PROMPTS, wanted, strict=True)]
+            teach(llm.engine, texts, tmp_path)
         cold = llm.generate(PROMPTS, PARAMS)
         assert answers(cold) == wanted
         hit = llm.generate(PROMPTS, PARAMS)
@@ -137,8 +153,9 @@ def test_bits_are_those_of_a_request_alone(
         assert hit[0].num_cached_tokens > 0
         if way == "preempted":
             assert llm.engine.stats().num_preemptions >= 3
-        if way in ("chain", "tree"):
-            assert sum(out.spec.num_accepted_tokens for out in cold) > 0
+        if way in ("block", "chain", "suffix", "tree"):
+            drafted = hit if way == "suffix" else cold  # the second time texts are known
+            assert sum(out.spec.num_accepted_tokens for out in drafted) > 0
 
 
 def test_without_the_flag_bits_differ(root: Path) -> None:

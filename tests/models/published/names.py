@@ -286,6 +286,46 @@ def kimi(c: dict[str, Any]) -> Tensors:
             yield f"{p}experts.{e}.w2.weight", (hidden, expert)
 
 
+def ling(c: dict[str, Any]) -> Tensors:
+    """Layers of Ling-3, of which those behind ``num_hidden_layers`` are its MTP head."""
+    hidden, heads, rank, dim = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["head_dim"]
+    nope, shared, value = (c[x] for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    inner, experts, width = heads * dim, c["num_experts"], c["moe_intermediate_size"]
+    yield from ((name, (c["vocab_size"], hidden)) for name in ("model.word_embeddings.weight", "lm_head.weight"))
+    yield from norms("model.", hidden, "norm")
+
+    def delta(p: str) -> Tensors:
+        yield from ((f"{p}{x}_proj.weight", (inner, hidden)) for x in "qkvfg")
+        yield from ((f"{p}{x}_conv1d.weight", (inner, 1, c["short_conv_kernel_size"])) for x in "qkv")
+        yield f"{p}b_proj.weight", (heads, hidden)
+        yield from ((f"{p}A_log", (heads,)), (f"{p}dt_bias", (inner,)))
+        yield from norms(p, dim, "o_norm")
+        yield f"{p}dense.weight", (hidden, inner)
+
+    def latent(p: str) -> Tensors:
+        yield f"{p}q_proj.weight", (heads * (nope + shared), hidden)
+        yield f"{p}kv_a_proj_with_mqa.weight", (rank + shared, hidden)
+        yield from norms(p, rank, "kv_a_layernorm")
+        yield f"{p}kv_b_proj.weight", (heads * (nope + value), rank)
+        yield f"{p}g_proj.weight", (heads, hidden)
+        yield f"{p}dense.weight", (hidden, heads * value)
+
+    for i in range(c["num_hidden_layers"] + c["num_nextn_predict_layers"]):
+        p, is_draft = f"model.layers.{i}.", i >= c["num_hidden_layers"]
+        yield from norms(p, hidden, "input_layernorm", "post_attention_layernorm")
+        if is_draft:
+            yield from norms(p, hidden, "enorm", "hnorm", "final_layernorm")
+            yield f"{p}eh_proj.weight", (hidden, 2 * hidden)
+        yield from (latent if is_draft or (i + 1) % c["layer_group_size"] == 0 else delta)(f"{p}attention.")
+        if i < c["first_k_dense_replace"]:
+            yield from mlp(f"{p}mlp.", hidden, c["intermediate_size"])
+            continue
+        yield from ((f"{p}mlp.gate.weight", (experts, hidden)), (f"{p}mlp.gate.expert_bias", (experts,)))
+        yield from mlp(f"{p}mlp.shared_experts.", hidden, width * c["num_shared_experts"])
+        for e in range(experts):
+            yield from mlp(f"{p}mlp.experts.{e}.", hidden, width)
+
+
 def selective(c: dict[str, Any]) -> Tensors:
     """Falcon-Mamba and Mamba."""
     hidden, inner, rank, size = c["hidden_size"], c["expand"] * c["hidden_size"], c["time_step_rank"], c["state_size"]

@@ -27,6 +27,7 @@ from tests.models.published.names import (
     jamba,
     kimi,
     lfm2,
+    ling,
     nemotron,
     olmo,
     pure_mamba,
@@ -278,6 +279,42 @@ KIMI_LINEAR = {
     "v_head_dim": 128,
     "vocab_size": 163840,
 }
+# sizes as transformers has them for this checkpoint; limits of SwiGLU, which change no shape, are left out
+LING = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "first_k_dense_replace": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 6144,
+    "kda_lower_bound": -5.0,
+    "kda_safe_gate": True,
+    "kv_lora_rank": 512,
+    "layer_group_size": 6,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 768,
+    "n_group": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 1,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6000000,
+    "routed_scaling_factor": 2.5,
+    "short_conv_kernel_size": 4,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 157184,
+}
 
 MODELS = {
     "Qwen3-Next-80B-A3B": Published(
@@ -496,6 +533,15 @@ MODELS = {
         20,
         StateShape(32, 32, 128, 128, 4, decays_by_channel=True),
     ),
+    # 124 billion without the MTP head
+    "Ling-3.0-flash": Published(
+        LING,
+        ling,
+        127.5e9,
+        (KVShape(8, 1, 576, 512),),
+        35,
+        StateShape(32, 32, 128, 128, 4, decays_by_channel=True),
+    ),
     "Mamba-Codestral-7B": Published(
         {
             "architectures": ["Mamba2ForCausalLM"],
@@ -635,5 +681,5 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    without_mamba2 = ("Qwen", "LFM2", "Olmo", "Kimi", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
+    without_mamba2 = ("Qwen", "LFM2", "Olmo", "Kimi", "Ling", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
     assert limits == (set() if name.startswith(without_mamba2) else {(0.0, INF)})
