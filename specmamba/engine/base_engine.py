@@ -65,9 +65,9 @@ class BaseEngine(ABC):
             QueueFullError: too many requests are waiting.
         """
 
+    @abstractmethod
     def hand_over(self, request_id: str, handoff: Handoff) -> None:
-        """Name the room of a request that was just added. Raises RequestError: no prompt can be handed over here."""
-        raise RequestError("replicas of one server hand no prompts over to other servers", "bootstrap_room")
+        """Name the room of a request that was just added."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
@@ -130,7 +130,7 @@ class BaseEngine(ABC):
     def close(self) -> None:
         """Drop all requests, and give back what the engine holds."""
 
-    # ---- of an engine that waits for other processes; one that does not need none of it -----------------------------
+    # ---- for engines that wait for other processes; others keep these defaults --------------------------------------
 
     def idle(self) -> float | None:
         """Do what is due where no request runs.

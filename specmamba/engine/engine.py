@@ -181,11 +181,11 @@ class Engine(BaseEngine):
 
     @property
     def handoffs(self) -> Handoffs | None:
-        """Of ``start_handoffs``."""
+        """What ``start_handoffs`` has made; None: it was not called."""
         return self.live.handoffs
 
     def make_turns(self) -> GrammarTurns:
-        """Make what says in each step which requests wait for their grammars."""
+        """Make what says in each step which requests take part in it, and which wait for their grammars."""
         return self.constraints
 
     def _new_transfer(self) -> PoolTransfer:

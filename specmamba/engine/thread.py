@@ -120,7 +120,7 @@ class EngineThread:
             self._commands.put(lambda engine: self._abort(engine, ids), must_succeed=True)
 
     def call(self, function: Callable[[Any], T]) -> Future[T]:
-        """Run a function of the engine in its thread between two steps, for example to read statistics.
+        """Call a function with the engine, in its thread, between two steps, for example to read statistics.
 
         Raises:
             EngineStoppedError: the thread has ended (also through the future).

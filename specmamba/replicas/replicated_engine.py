@@ -12,7 +12,7 @@ from typing import Any
 
 from specmamba.cache.prefix.inspection import View
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
-from specmamba.core import ANYONE, OutputDelta, Owner
+from specmamba.core import ANYONE, Handoff, OutputDelta, Owner
 from specmamba.engine.base_engine import BaseEngine
 from specmamba.engine.channels import SentRequest
 from specmamba.engine.engine_sample import EngineSample
@@ -114,6 +114,9 @@ class ReplicatedEngine(BaseEngine):
         self._courses[request_id] = Course(request, request.line())
         self._links.receive(0.0)  # prefixes that were left just now
         self._place_all()
+
+    def hand_over(self, request_id: str, handoff: Handoff) -> None:
+        """Nothing: ``--dp-size`` above 1 is refused where prompts are handed over."""
 
     def abort(self, request_id: str) -> None:
         """As ``BaseEngine.abort``."""

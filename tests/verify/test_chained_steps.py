@@ -313,7 +313,7 @@ def test_nothing_is_read_between_two_launches(drafts: str, monkeypatch: pytest.M
         num_chained = replay.num_chained
         for _ in range(6):
             first = engine.cycle.in_flight
-            assert engine.cycle.launch_behind([])
+            assert engine.cycle._launch_behind([])
             assert first is engine.cycle.in_flight, "the first one was read"
             engine.cycle._tell(engine.cycle._receive())
         assert replay.num_chained == num_chained + 6 == num_chained + len(watches)

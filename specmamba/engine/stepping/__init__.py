@@ -1,1 +1,1 @@
-"""One step of an engine: what runs, what it has decided, and what clients and statistics are told of it."""
+"""One step of an engine: which requests wait, what runs, what it has decided, what clients and statistics are told."""

@@ -39,8 +39,13 @@ class KnownTokens:
 
     def read(self) -> list[Request]:
         """Wait for what ``launch`` has run without a verify behind it; returns the requests that cannot go on."""
-        extend, self.unread = self.unread, None
+        extend = self.take()
         return [] if extend is None else self.note(extend, extend.is_finite.tolist())
+
+    def take(self) -> ExtendInFlight | None:
+        """Return what was launched and not read, which another reads; forget it."""
+        extend, self.unread = self.unread, None
+        return extend
 
     def note(self, extend: ExtendInFlight, is_finite: Sequence[bool]) -> list[Request]:
         """Leave states in the prefix cache where known tokens were run; returns the requests that cannot go on."""

@@ -19,7 +19,10 @@ NOT_FINITE = "the model's numbers are not finite for this request: try --dtype b
 
 
 class LiveRequests:
-    """Requests that have not ended. What one holds is freed here; what it has computed stays in the prefix cache."""
+    """Requests that have not ended, and how they give back what they hold.
+
+    What a request has computed that ends by itself, or is preempted, goes to the prefix cache.
+    """
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, cache_manager: CacheManager, constraints: Constraints, pools: Pools
@@ -27,7 +30,7 @@ class LiveRequests:
         self._runner, self._scheduler, self._cache = runner, scheduler, cache_manager
         self._constraints, self._pools = constraints, pools
         self.by_id: dict[str, Request] = {}
-        self.handoffs: Handoffs | None = None  # None: no request goes to another server
+        self.handoffs: Handoffs | None = None  # None: no prompts are handed over
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFullError: too many are waiting."""

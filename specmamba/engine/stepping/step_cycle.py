@@ -29,7 +29,7 @@ DISPLACED = "the queue is full, and other clients have fewer requests in it: try
 
 
 class GrammarTurns(Protocol):
-    """Says which requests wait for their grammars; the ranks of one model agree on it."""
+    """Says which requests take part in a verify, and which wait for their grammars; ranks of one model agree on it."""
 
     def ready(self, requests: Sequence[Request], is_idle: bool) -> list[Request]:
         """The requests that can be verified now, and those whose grammars have failed; as ``Constraints.ready``."""
@@ -66,7 +66,7 @@ class StepCycle:
         self.untold: list[OutputDelta] = []  # of a step that was read between two calls of ``step``
         self._dropped: HostRead | None = None  # of the newest step that was not read, as nothing of it was wanted
         self._finished = 0.0  # time at which the newest step was read
-        self._error: Exception | None = None  # of a launch behind such a step: nothing goes on
+        self._error: Exception | None = None  # of a launch in front of deltas: the next call raises it
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
@@ -78,7 +78,7 @@ class StepCycle:
         if self._error is not None:
             raise self._error
         arrived: list[OutputDelta] = []
-        if self.launch_behind(arrived):
+        if self._launch_behind(arrived):
             return arrived + self._tell(self._receive())
         deltas, self.untold = self.untold + arrived, []
         news, is_read_here = self._receive(), False
@@ -99,7 +99,7 @@ class StepCycle:
 
     @property
     def has_more(self) -> bool:
-        """Whether ``step`` has more to return for requests that hold nothing any more."""
+        """Whether something was launched or decided that ``step`` has not told yet."""
         return bool(self.untold) or self.in_flight is not None
 
     def settle(self) -> None:
@@ -128,31 +128,14 @@ class StepCycle:
         step, self.in_flight, self.untold = self.in_flight, None, []
         behind, ended = self.chain.take()
         launched = [each for each in (step, behind) if each is not None]
-        for extend in (self.known_tokens.unread, *(each.extend for each in launched)):
+        for extend in (self.known_tokens.take(), *(each.extend for each in launched)):
             self.known_tokens.drop(extend)
-        self.known_tokens.unread = None
         with suppress(Exception):  # of a device that has failed: all else is closed nevertheless
             for read in filter(None, (self._dropped, *(each.read for each in launched))):
                 read.wait()  # the memory of its requests is freed
         self._live.free_held(dict.fromkeys(ended, False))
         for request_id in list(self._live.by_id):
             self.abort(request_id)
-
-    def launch_behind(self, deltas: list[OutputDelta]) -> bool:
-        """Launch a verify behind the one in flight, before that is read; False: that must be read first.
-
-        ``deltas`` gets the last deltas of requests that end here.
-        """
-        if self.in_flight is None or self._live.handoffs is not None:
-            return False
-        try:
-            is_behind = self.chain.launch_behind(self.in_flight, lambda: self._arrive(deltas))
-        except Exception as error:  # noqa: BLE001 -- raised by the next call, behind what is known then
-            self._error = error
-            return True
-        if is_behind:
-            self.known_tokens.unread = None  # it is read with that verify
-        return is_behind
 
     # ---- what runs ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +181,22 @@ class StepCycle:
         self.in_flight = self._runner.launch(batch) if batch else None
         self._turns.agree_on_errors(batch)
         return deltas
+
+    def _launch_behind(self, deltas: list[OutputDelta]) -> bool:
+        """Launch a verify behind the one in flight, before that is read; False: that must be read first.
+
+        ``deltas`` gets the last deltas of requests that end here.
+        """
+        if self.in_flight is None or self._live.handoffs is not None:
+            return False
+        try:
+            is_behind = self.chain.launch_behind(self.in_flight, lambda: self._arrive(deltas))
+        except Exception as error:  # noqa: BLE001 -- raised by the next call, behind what is known then
+            self._error = error
+            return True
+        if is_behind:
+            self.known_tokens.take()  # it is read with that verify
+        return is_behind
 
     def _arrive(self, deltas: list[OutputDelta]) -> Arrivals | None:
         """Admit requests and run a chunk behind the verify in flight, all of which the device does in order.
@@ -304,15 +303,15 @@ class StepCycle:
 
         ``leaving``: whether each leaves what it has computed in the prefix cache.
         """
-        live = frozenset[Request]() if behind is None else frozenset(behind.requests) - self.chain.gone
-        if ending := [request for request in leaving if request not in live]:
+        in_behind = frozenset[Request]() if behind is None else frozenset(behind.requests) - self.chain.gone
+        if ending := [request for request in leaving if request not in in_behind]:
             self._live.leave([request for request in ending if leaving[request]])
         for request in ending:
             self.abort(request.request_id)
         if behind is None:
             return
         for request in leaving:
-            if request in live:
+            if request in in_behind:
                 self._live.hold(request)
                 self.chain.hold(request, leaving[request])
         self._runner.expect(behind, self.chain.gone)
