@@ -20,7 +20,14 @@ from specmamba.kernels.state_records.tiles import (
     chunk_variant,
     chunks_tile,
 )
-from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
+from specmamba.kernels.state_records.triton_ops import (
+    COUNTED_PENDING,
+    MAX_CHAIN,
+    RECORDS,
+    block,
+    variant,
+    without_folds,
+)
 
 ROWS = 32  # of a long prompt's chunk in one program that multiplies with the solution of its system
 MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
@@ -127,7 +134,7 @@ def grid_of(tile: Tile, batch: int, heads: int, value_dim: int) -> tuple[int, in
 def variants() -> list[Variant]:
     """Trees of 1, 16 and 64 nodes, chains, known tokens, snapshots; heads of 128, and of others where tiles change."""
     root, chain, tree = kernels.root_kernel, kernels.chain_kernel, kernels.tree_kernel
-    return [
+    verifies = [
         _variant("tree_verify N=1", root, root_tile(128, 128), "fp32", 128),
         _variant("tree_verify N=1", root, root_tile(256, 128), "bf16", 256),
         _variant("tree_verify chain N=4", chain, chain_tile(128, 128), "fp32", 128, nodes=4),
@@ -146,6 +153,10 @@ def variants() -> list[Variant]:
             "tree_verify few N=16 split", tree, tree_tile(16, 128, False, 32), "bf16", 128, nodes=16, is_exact=False
         ),
         _variant("tree_verify N=32 split", tree, tree_tile(32, 128, False), "fp32", 128, nodes=32, is_exact=False),
+    ]
+    return [
+        *verifies,
+        *(without_folds(made) for made in verifies if "split" in made.name or "chain" in made.name),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
         *_prompt_variants(),
         *_channel_variants(),

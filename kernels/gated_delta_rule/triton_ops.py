@@ -228,10 +228,7 @@ def _tree_verify(
     else:
         if num_nodes <= MAX_SPLIT:
             parts = parts_of(buffers.conv_inputs.dtype, v.device)
-        is_exact = parts == "none"
-        if t.folds is None and not is_exact:  # a kernel that cannot fold gets more registers, and runs in fewer blocks
-            operands = (*operands[:-1], torch.zeros(batch, dtype=torch.bool, device=v.device))
-        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, is_exact, batch * heads)
+        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, parts == "none", batch * heads)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         sizes = num_nodes, t.node_offset, padding_slot
         arguments = (*operands, ancestors, *sizes, *of_tokens, *of_buffers, *ancestors.stride()[:2])
