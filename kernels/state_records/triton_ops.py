@@ -12,7 +12,6 @@ from torch import Tensor
 from specmamba.kernels.gpu import Variant, next_power_of_2
 from specmamba.kernels.state_records import triton_kernels
 
-MAX_CHAIN = 8  # nodes up to which a chain is run as the recurrence; beyond, matrix products do more nodes at a time
 COUNTED_PENDING = 8  # records before the nodes in counts of instructions: the most that chains of 4 and 8 nodes find
 RECORDS = 16  # pending records of one matrix product, which takes no fewer
 
