@@ -12,6 +12,7 @@ from specmamba.kernels.gated_delta_rule import triton_chunks as chunks
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import ROOM, Registers, Variant, Work
 from specmamba.kernels.state_records import triton_ops as tiles
+from specmamba.kernels.state_records.operands import MAX_CHAIN
 from specmamba.kernels.state_records.tiles import (
     CHUNK,
     COUNTED_TOKENS,
@@ -20,10 +21,19 @@ from specmamba.kernels.state_records.tiles import (
     chunk_variant,
     chunks_tile,
 )
-from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, block, variant
+from specmamba.kernels.state_records.triton_ops import (
+    COUNTED_PENDING,
+    RECORDS,
+    block,
+    variant,
+    without_folds,
+)
 
 ROWS = 32  # of a long prompt's chunk in one program that multiplies with the solution of its system
 MANY_STATES = 512  # heads of all rows from which on fewer programs with more of a state each are faster
+
+# of trees in parts that find products of keys: with 168 registers ptxas 13.4 spills 8 bytes on sm_100
+ROOM_WITH_PRODUCTS = Registers(ROOM, most_of_10=160)
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ def grid_of(tile: Tile, batch: int, heads: int, value_dim: int) -> tuple[int, in
 def variants() -> list[Variant]:
     """Trees of 1, 16 and 64 nodes, chains, known tokens, snapshots; heads of 128, and of others where tiles change."""
     root, chain, tree = kernels.root_kernel, kernels.chain_kernel, kernels.tree_kernel
-    return [
+    verifies = [
         _variant("tree_verify N=1", root, root_tile(128, 128), "fp32", 128),
         _variant("tree_verify N=1", root, root_tile(256, 128), "bf16", 256),
         _variant("tree_verify chain N=4", chain, chain_tile(128, 128), "fp32", 128, nodes=4),
@@ -146,6 +156,17 @@ def variants() -> list[Variant]:
             "tree_verify few N=16 split", tree, tree_tile(16, 128, False, 32), "bf16", 128, nodes=16, is_exact=False
         ),
         _variant("tree_verify N=32 split", tree, tree_tile(32, 128, False), "fp32", 128, nodes=32, is_exact=False),
+    ]
+    trees = [
+        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 128, nodes=16),
+        _variant("tree_verify N=64", tree, tree_tile(64, 128), "fp32", 128, nodes=64),
+        *(made for made in verifies if "split" in made.name),
+    ]
+    with_products = [_with_products(made) for made in trees]
+    return [
+        *verifies,
+        *with_products,
+        *(without_folds(made) for made in verifies if "split" in made.name or "chain" in made.name),
         _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
         *_prompt_variants(),
         *_channel_variants(),
@@ -192,9 +213,10 @@ def _channel_products_variant(key_dim: int) -> Variant:
 def _channel_variants() -> list[Variant]:
     """Of Kimi Delta Attention."""
     tree, snapshots = channels.channel_tree_kernel, kernels.snapshots_kernel
+    of_8 = _variant("by channel tree_verify N=8", tree, channel_tile(128, 128, 8), "bf16", 128)
     return [
         _variant("by channel tree_verify N=1", tree, channel_tile(128, 128), "fp32", 128),
-        _variant("by channel tree_verify N=8", tree, channel_tile(128, 128, 8), "bf16", 128),
+        *(of_8, without_folds(of_8)),
         _variant("by channel tree_verify N=64", tree, channel_tile(64, 128, 64), "fp32", 64),
         _variant("by channel extend", channels.channel_extend_kernel, channel_tile(128, 128), "fp32", 128),
         _variant("by channel extend", channels.channel_extend_kernel, channel_tile(128, 128), "bf16", 128),
@@ -202,8 +224,16 @@ def _channel_variants() -> list[Variant]:
     ]
 
 
+def _with_products(made: Variant) -> Variant:
+    """A variant of ``tree_kernel`` that finds products of keys and queries."""
+    signature = {**made.signature, "products": "*fp32"}
+    constants = {name: value for name, value in made.constexprs.items() if name != "products"}
+    registers = made.registers and ROOM_WITH_PRODUCTS
+    return replace(made, name=f"{made.name} products", signature=signature, constexprs=constants, registers=registers)
+
+
 POINTERS: Mapping[str, str] = {
-    **dict.fromkeys(("q", "k", "v", "g", "beta", "out", "work", "snapshots"), "fp32"),
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "out", "work", "snapshots", "products"), "fp32"),
     **dict.fromkeys(("records_k", "records_u", "records_decay"), "fp32"),
     **dict.fromkeys(("rows", "slots", "num_pending", "parents", "lengths"), "i64"),
     **dict.fromkeys(("folds", "ancestors"), "i1"),
@@ -217,14 +247,14 @@ def _variant(
     taken = {name: of for name, of in pointers.items() if name in kernel.arg_names}
     parts, by_channel = "none" if is_exact else "bf16", what.startswith("by channel")
     constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, GROUP, parts, by_channel)
-    if state_dtype == "fp32" and taken.pop("work", ""):
-        constants["work"] = None
+    absent = ("work", "products") if state_dtype == "fp32" else ("products",)
+    constants |= {name: None for name in absent if taken.pop(name, "")}
     name = f"{what} {state_dtype} K={key_dim} V=128"
     made = variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)
     made = replace(made, registers=tile.registers)
     if nodes == 0:
         return made
     # split kernels advance states that fold alone, and read what is pending otherwise: counted is a row that does not
-    folded = {"count": 0, "num_unfolded": COUNTED_PENDING}
+    folded = {"count": 0, "num_unfolded": COUNTED_PENDING, "num_unread": COUNTED_PENDING}
     sizes = {"num_nodes": nodes, "num_steps": nodes - 1, "count": COUNTED_PENDING} | ({} if is_exact else folded)
     return replace(made, work=Work(grid_of(tile, 1, 1, 128)[0], sizes))

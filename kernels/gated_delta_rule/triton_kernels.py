@@ -96,6 +96,88 @@ def tree_decays(
     return tl.where(sees, tl.exp(between), 0.0)
 
 
+@triton.jit
+def add_records(
+    q_read,
+    k_read,
+    q_at,
+    k_at,
+    keys,
+    updates,
+    decay,
+    count,
+    num_unfolded,
+    is_n,
+    at_v,
+    is_v,
+    keys_record_stride,
+    updates_record_stride,
+    decay_record_stride,
+    KEY_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_RECORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What queries and keys of nodes, whose first ones are at ``q_at`` and ``k_at`` [I, 1], read in pending records.
+
+    Beside the state, and as of the last record: added to ``q_read`` and ``k_read``.
+    """
+    behind = 0.0
+    for block in range(tl.cdiv(num_unfolded, BLOCK_RECORDS)):
+        at, to_last, behind = decays_to_last(decay, count, decay_record_stride, block, behind, BLOCK_RECORDS)
+        is_pending = at < count
+        weight = tl.where(is_pending, tl.exp(to_last), 0.0)
+        q_old = tl.zeros((is_n.shape[0], BLOCK_RECORDS), tl.float32)
+        k_old = tl.zeros((is_n.shape[0], BLOCK_RECORDS), tl.float32)
+        for first_key in range(0, KEY_DIM, BLOCK_KEYS):
+            at_k = first_key + tl.arange(0, BLOCK_KEYS)
+            is_k = at_k < KEY_DIM
+            old_at = keys + at[:, None] * keys_record_stride + at_k[None, :]
+            old = tl.trans(tl.load(old_at, mask=is_pending[:, None] & is_k[None, :], other=0.0))
+            in_keys = is_n[:, None] & is_k[None, :]
+            q_old = add_product(q_old, tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
+            k_old = add_product(k_old, tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
+        update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
+        update = tl.load(update_at, mask=is_pending[:, None] & is_v[None, :], other=0.0) * weight[:, None]
+        q_read = add_product(q_read, q_old, update, PARTS)
+        k_read = add_product(k_read, k_old, update, PARTS)
+    return q_read, k_read
+
+
+@triton.jit
+def add_multiplied_records(
+    q_read,
+    k_read,
+    products_at,
+    of_keys,
+    updates,
+    decay,
+    count,
+    num_unread,
+    is_n,
+    at_v,
+    is_v,
+    updates_record_stride,
+    decay_record_stride,
+    BLOCK_RECORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """As ``add_records``; ``products_at`` [I, 1]: of queries with the first record's key, and ``of_keys`` behind it."""
+    behind = 0.0
+    for block in range(tl.cdiv(num_unread, BLOCK_RECORDS)):
+        at, to_last, behind = decays_to_last(decay, count, decay_record_stride, block, behind, BLOCK_RECORDS)
+        is_pending = at < count
+        weight = tl.where(is_pending, tl.exp(to_last), 0.0)
+        in_products = is_n[:, None] & is_pending[None, :]
+        q_old = tl.load(products_at + at[None, :], mask=in_products, other=0.0)
+        k_old = tl.load(products_at + of_keys + at[None, :], mask=in_products, other=0.0)
+        update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
+        update = tl.load(update_at, mask=is_pending[:, None] & is_v[None, :], other=0.0) * weight[:, None]
+        q_read = add_product(q_read, q_old, update, PARTS)
+        k_read = add_product(k_read, k_old, update, PARTS)
+    return q_read, k_read
+
+
 @triton.jit(do_not_specialize=["node_offset", "padding_slot"])
 def root_kernel(
     q,  # [B, 1, Hk, K] float32
@@ -240,6 +322,7 @@ def tree_kernel(
     num_pending,  # [B] int64 or None
     folds,  # [B] bool or None
     ancestors,  # [B, N, N] bool
+    products,  # [B, Hk, 2, N', N' + R'] float32, contiguous: of queries, then keys, with keys of nodes and of records
     num_nodes,
     node_offset,
     padding_slot,
@@ -265,6 +348,7 @@ def tree_kernel(
     decay_record_stride,
     ancestors_row_stride,
     ancestors_node_stride,
+    products_node_stride,  # N' + R'
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,  # value heads of one key head
@@ -274,7 +358,10 @@ def tree_kernel(
     BLOCK_RECORDS: tl.constexpr,
     PARTS: tl.constexpr,  # of products: see ``product``
 ):
-    """Any tree: one loop over the keys reads the state for all nodes; pending records go into it, or beside it."""
+    """Any tree: one loop over the keys reads the state for all nodes; pending records go into it, or beside it.
+
+    ``products`` None: they are made here, and nodes' keys are left in their records; else both is done.
+    """
     row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at_n, at_v = tl.arange(0, BLOCK_NODES), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     is_n, is_v = at_n < num_nodes, at_v < VALUE_DIM
@@ -296,29 +383,31 @@ def tree_kernel(
 
     q_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
     k_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
-    if PARTS != "none":
+    num_beside = tl.where(is_folded, 0, count)  # records that are read beside the state, where products are in parts
+    if PARTS != "none" and products is None:
         q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
-        num_unfolded = tl.where(is_folded, 0, count)
-        behind = 0.0
-        for block in range(tl.cdiv(num_unfolded, BLOCK_RECORDS)):
-            at, to_last, behind = decays_to_last(decay, count, decay_record_stride, block, behind, BLOCK_RECORDS)
-            is_pending = at < count
-            weight = tl.where(is_pending, tl.exp(to_last), 0.0)
-            q_old = tl.zeros((BLOCK_NODES, BLOCK_RECORDS), tl.float32)
-            k_old = tl.zeros((BLOCK_NODES, BLOCK_RECORDS), tl.float32)
-            for first_key in range(0, KEY_DIM, BLOCK_KEYS):
-                at_k = first_key + tl.arange(0, BLOCK_KEYS)
-                is_k = at_k < KEY_DIM
-                old_at = keys + at[:, None] * keys_record_stride + at_k[None, :]
-                old = tl.trans(tl.load(old_at, mask=is_pending[:, None] & is_k[None, :], other=0.0))
-                in_keys = is_n[:, None] & is_k[None, :]
-                q_old = add_product(q_old, tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
-                k_old = add_product(k_old, tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0), old, PARTS)
-            update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
-            update = tl.load(update_at, mask=is_pending[:, None] & is_v[None, :], other=0.0) * weight[:, None]
-            q_read = add_product(q_read, q_old, update, PARTS)
-            k_read = add_product(k_read, k_old, update, PARTS)
+        q_read, k_read = add_records(
+            q_read,
+            k_read,
+            q_at,
+            k_at,
+            keys,
+            updates,
+            decay,
+            count,
+            num_beside,
+            is_n,
+            at_v,
+            is_v,
+            keys_record_stride,
+            updates_record_stride,
+            decay_record_stride,
+            KEY_DIM,
+            BLOCK_KEYS,
+            BLOCK_RECORDS,
+            PARTS,
+        )
 
     # side by side in a thread: of 16 bits, eight leave too few registers in two warps; four take longer in one
     of_values = tl.max_contiguous(at_v, 4 if BLOCK_VALUES > 32 else 8)
@@ -377,23 +466,47 @@ def tree_kernel(
         q_read = add_product(q_read, q_part, state, PARTS)
         k_read = add_product(k_read, k_part, state, PARTS)
 
-    q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
-    k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
     num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # written by the first of the programs that hold them all
-    is_kept = at_n < tl.where(head % GROUP == 0, num_kept, 0)
     record = node_offset + at_n
-    for first_again in range(0, KEY_DIM, BLOCK_KEYS):  # in a loop of its own: registers are needed for the state
-        at_k = first_again + tl.arange(0, BLOCK_KEYS)
-        is_k = at_k < KEY_DIM
-        in_keys = is_n[:, None] & is_k[None, :]
-        q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
-        k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
-        q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
-        k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
-        kept_at = keys + record[:, None] * keys_record_stride + at_k[None, :]
-        tl.store(kept_at, finite(k_part), mask=in_keys & is_kept[:, None])
-        q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
-        k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
+    if products is None:
+        q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
+        k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
+        is_kept = at_n < tl.where(head % GROUP == 0, num_kept, 0)
+        for first_again in range(0, KEY_DIM, BLOCK_KEYS):  # in a loop of its own: registers are needed for the state
+            at_k = first_again + tl.arange(0, BLOCK_KEYS)
+            is_k = at_k < KEY_DIM
+            in_keys = is_n[:, None] & is_k[None, :]
+            q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
+            k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
+            q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
+            k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
+            kept_at = keys + record[:, None] * keys_record_stride + at_k[None, :]
+            tl.store(kept_at, finite(k_part), mask=in_keys & is_kept[:, None])
+            q_k = add_product(q_k, q_part, tl.trans(k_part), PARTS)
+            k_k = add_product(k_k, k_part, tl.trans(k_part), PARTS)
+    else:  # all behind the loop over the state, which needs the registers
+        products += (row * (num_heads // GROUP) + head // GROUP) * (2 * BLOCK_NODES * products_node_stride)
+        products_at = products + at_n[:, None] * products_node_stride
+        of_keys = BLOCK_NODES * products_node_stride
+        if PARTS != "none":
+            q_read, k_read = add_multiplied_records(
+                q_read,
+                k_read,
+                products_at + BLOCK_NODES,
+                of_keys,
+                updates,
+                decay,
+                count,
+                num_beside,
+                is_n,
+                at_v,
+                is_v,
+                updates_record_stride,
+                decay_record_stride,
+                BLOCK_RECORDS,
+                PARTS,
+            )
+        q_k, k_k = tl.load(products_at + at_n[None, :]), tl.load(products_at + of_keys + at_n[None, :])
 
     of_row = ancestors + row * ancestors_row_stride
     seen_at = of_row + at_n[:, None] * ancestors_node_stride + at_n[None, :]

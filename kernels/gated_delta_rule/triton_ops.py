@@ -12,6 +12,7 @@ from specmamba.kernels.gated_delta_rule import triton_channels as channels
 from specmamba.kernels.gated_delta_rule import triton_chunks as c
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gated_delta_rule.tiles import (
+    ROOM_WITH_PRODUCTS,
     ROWS,
     chain_tile,
     channel_products_tile,
@@ -26,7 +27,7 @@ from specmamba.kernels.gpu import launch, register_options
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
 from specmamba.kernels.state_records.tiles import CHUNK, chunk_constants, chunks_tile
-from specmamba.kernels.state_records.triton_ops import MAX_CHAIN, parts_of
+from specmamba.kernels.state_records.triton_ops import parts_of
 
 PADDING_SLOT, NO_SLOT = 0, -1
 MAX_SPLIT = 32  # nodes up to which products of 16-bit models run in parts of bfloat16; beyond, registers do not suffice
@@ -38,8 +39,20 @@ def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Sta
     return state.launch(sys.modules[__name__], (q, k, v, g, beta))
 
 
+def parts_of_trees(num_nodes: int, model_dtype: torch.dtype, device: torch.device) -> str:
+    """How products of trees of several nodes are computed: see ``triton_kernels.product``."""
+    return parts_of(model_dtype, device) if num_nodes <= MAX_SPLIT else "none"
+
+
 def tree_verify_in_place(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buffers: Buffers, trees: Trees
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    buffers: Buffers,
+    trees: Trees,
+    products: Tensor | None = None,
 ) -> Tensor:
     """Outputs of all nodes of draft trees; the nodes' records, and the checkpoints of rows that fold, are written.
 
@@ -55,12 +68,14 @@ def tree_verify_in_place(
             16 bits products of trees run in parts of bfloat16, with decays by head. The last dimension of all
             others must be dense.
         trees: ``conv_index`` is not read.
+        products: of queries and keys, and the nodes' keys are in their records already: ``delta_net.triton_ops``. For
+            trees that are no short chains, with decays by head. None: they are made here.
 
     Returns:
         Output [B, N, Hv, V]: zeros for rows of slot 0. What is not finite in a node is NaN for it and its descendants,
         in every block of values that depends on it.
     """
-    return _tree_verify(q, k, v, g, beta, buffers, trees, PADDING_SLOT)
+    return _tree_verify(q, k, v, g, beta, buffers, trees, PADDING_SLOT, products)
 
 
 def tree_verify(
@@ -199,7 +214,15 @@ def _multiply_by_channel(
 
 
 def _tree_verify(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buffers: Buffers, trees: Trees, padding_slot: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    buffers: Buffers,
+    trees: Trees,
+    padding_slot: int,
+    products: Tensor | None = None,
 ) -> Tensor:
     q, k, v, g, beta = _inputs(q, k, v, g, beta)
     records, states, t = (buffers.k, buffers.u, buffers.decay), buffers.states, trees
@@ -207,7 +230,10 @@ def _tree_verify(
     out, (batch, num_nodes, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
     if out.numel() == 0:
         return out
-    operands = q, k, v, g, beta, out, states, *records, t.rows, t.slots, t.num_pending, t.folds
+    folds = t.folds
+    if products is not None and folds is None:  # without the code for folds ptxas spills on sm_100: see README.md
+        folds = torch.zeros(batch, dtype=torch.bool, device=v.device)
+    operands = q, k, v, g, beta, out, states, *records, t.rows, t.slots, t.num_pending, folds
     of_buffers = (*states.stride()[:3], *buffers.k.stride()[:3], *buffers.u.stride()[:3], *buffers.decay.stride()[:2])
     group, parts = heads // k.shape[2], "none"
     ancestors = t.ancestors if t.ancestors.stride(2) == 1 else t.ancestors.contiguous()
@@ -221,26 +247,24 @@ def _tree_verify(
         kernel, tile = kernels.root_kernel, root_tile(key_dim, value_dim)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in (0, 2))
         arguments = (*operands, t.node_offset, padding_slot, *of_tokens, *of_buffers)
-    elif t.is_chain and num_nodes <= MAX_CHAIN:
+    elif t.is_short_chain:
         kernel, tile = kernels.chain_kernel, chain_tile(key_dim, value_dim)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         arguments = (*operands, num_nodes, t.node_offset, padding_slot, *of_tokens, *of_buffers)
     else:
-        if num_nodes <= MAX_SPLIT:
-            parts = parts_of(buffers.conv_inputs.dtype, v.device)
-        is_exact = parts == "none"
-        if t.folds is None and not is_exact:  # a kernel that cannot fold gets more registers, and runs in fewer blocks
-            operands = (*operands[:-1], torch.zeros(batch, dtype=torch.bool, device=v.device))
-        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, is_exact, batch * heads)
+        parts = parts_of_trees(num_nodes, buffers.conv_inputs.dtype, v.device)
+        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim, parts == "none", batch * heads)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         sizes = num_nodes, t.node_offset, padding_slot
-        arguments = (*operands, ancestors, *sizes, *of_tokens, *of_buffers, *ancestors.stride()[:2])
+        of_trees = *ancestors.stride()[:2], 0 if products is None else products.stride(3)
+        arguments = (*operands, ancestors, products, *sizes, *of_tokens, *of_buffers, *of_trees)
+    registers = tile.registers if products is None else tile.registers and ROOM_WITH_PRODUCTS
     kernel[grid_of(tile, batch, heads, value_dim)](
         *arguments,
         **constexprs(kernel, tile, key_dim, value_dim, group, parts),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **register_options(tile.registers, v.device),
+        **register_options(registers, v.device),
     )
     return out
 

@@ -150,10 +150,15 @@ class Registers:
 
     most: int
     since: int = 0  # major number of the compute capability
+    most_of_10: int | None = (
+        None  # the most from capability 10 on, where another number leaves no spills; None: ``most``
+    )
 
     def options(self, capability: int) -> dict[str, int]:
         """Options of a launch, and of a compilation, on an NVIDIA GPU of this major number."""
-        return {"maxnreg": self.most} if capability >= self.since else {}
+        if capability < self.since:
+            return {}
+        return {"maxnreg": self.most if capability < 10 or self.most_of_10 is None else self.most_of_10}
 
 
 ROOM = 168  # registers of a thread with which three blocks of four warps, or twelve warps, run on one multiprocessor

@@ -62,7 +62,7 @@ def _pending_of(batch, num_pending, node_offset, folds):
     else:
         pending = tl.load(num_pending + batch).to(tl.int32)
     if folds is None:
-        is_folding = pending < 0
+        is_folding = False  # known to the compiler: code for folds is left out
     else:
         is_folding = tl.load(folds + batch) != 0
     return pending, is_folding

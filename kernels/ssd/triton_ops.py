@@ -13,9 +13,9 @@ from torch import Tensor
 from specmamba.kernels.gpu import ROOM, Registers, Variant, Work, dense, launch, next_power_of_2, register_options
 from specmamba.kernels.ssd import triton_kernels, triton_prompts
 from specmamba.kernels.state_records import tiles as prompts
-from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
+from specmamba.kernels.state_records.operands import MAX_CHAIN, Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.prefill import Chunks, Places, is_long, prefill_in_place
-from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, MAX_CHAIN, RECORDS, parts_of
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, RECORDS, parts_of, without_folds
 
 MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
@@ -76,9 +76,9 @@ def verify_tile(
 
 def chain_tile(state_dim: int, head_dim: int) -> Tile:
     """Choose the tile for chains of up to MAX_CHAIN nodes: one warp, with 64 numbers of the state in each thread."""
-    lanes = _at_least(state_dim)
+    lanes, room = _at_least(state_dim), Registers(ROOM, since=10)
     columns = min(max(4, 2048 // lanes), _at_least(head_dim))
-    return Tile(columns=columns, lanes=lanes, nodes=MAX_CHAIN, records=RECORDS, num_warps=1)
+    return Tile(columns=columns, lanes=lanes, nodes=MAX_CHAIN, records=RECORDS, num_warps=1, registers=room)
 
 
 def extend_tile(state_dim: int, head_dim: int) -> Tile:
@@ -263,7 +263,7 @@ def _verify(
             **sizes,
         )
         return out
-    if t.is_chain and nodes <= MAX_CHAIN:
+    if t.is_short_chain:
         tile = chain_tile(state_dim, head_dim)
         triton_kernels.chain_verify[_grid(tile, out)](
             *(c, b, u, g, out, states, *records, rows, slots, t.num_pending, t.folds, t.node_offset, nodes, per_group),
@@ -271,6 +271,7 @@ def _verify(
             **constexprs(tile, state_dim, head_dim),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **register_options(tile.registers, u.device),
         )
         return out
     sizes["PARTS"] = parts
@@ -291,7 +292,7 @@ def _grid(tile: Tile, out: Tensor) -> tuple[int, int, int]:
 
 def variants() -> list[Variant]:
     """What is compiled ahead of time: every tile, states in float32 and bfloat16."""
-    return [
+    verifies = [
         _verify_variant("fp32", 1, 128, 64),
         _verify_variant("bf16", 1, 256, 64),
         _verify_variant("fp32", 4, 128, 64, is_chain=True),
@@ -302,6 +303,10 @@ def variants() -> list[Variant]:
         _verify_variant("fp32", 8, 128, 64, parts="bf16"),
         _verify_variant("fp32", 16, 128, 64, parts="bf16", num_states=32),
         _verify_variant("fp32", 64, 256, 64, parts="bf16"),
+    ]
+    return [
+        *verifies,
+        *(without_folds(made) for made in verifies if "split" in made.name or "chain" in made.name),
         _extend_variant("fp32", 128, 64),
         _extend_variant("bf16", 256, 64),
         _prompt_variant(128, 64),

@@ -80,6 +80,7 @@ class Buffers:
     is_exact: bool = False  # verifies and folds have one fixed arithmetic (README.md), which native code alone has
 
 
+MAX_CHAIN = 8  # nodes up to which Triton runs a chain as the recurrence; products do more nodes at a time beyond
 Records = tuple[Tensor, Tensor, Tensor]  # of a batch: k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv], as in Buffers
 
 
@@ -123,6 +124,11 @@ class Trees:
     @property
     def num_nodes(self) -> int:
         return self.ancestors.shape[1]
+
+    @property
+    def is_short_chain(self) -> bool:
+        """Whether Triton runs them as the recurrence, without products of nodes with each other."""
+        return self.is_chain and self.num_nodes <= MAX_CHAIN
 
 
 @dataclass(frozen=True, slots=True)

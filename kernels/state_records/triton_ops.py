@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from specmamba.kernels.gpu import Variant, next_power_of_2
 from specmamba.kernels.state_records import triton_kernels
 
-MAX_CHAIN = 8  # nodes up to which a chain is run as the recurrence; beyond, matrix products do more nodes at a time
 COUNTED_PENDING = 8  # records before the nodes in counts of instructions: the most that chains of 4 and 8 nodes find
 RECORDS = 16  # pending records of one matrix product, which takes no fewer
 
@@ -96,3 +95,9 @@ def variant(
     kinds = {x: f"*{of}" for x, of in pointers.items()} | dict.fromkeys(constants, "constexpr")
     signature = {x: kinds.get(x, "i32") for x in kernel.arg_names}
     return Variant(name, kernel, signature, constants, num_warps, num_stages)
+
+
+def without_folds(made: Variant) -> Variant:
+    """A variant of a verify as launches have it where no row folds: the code for folds is left out."""
+    signature, constants = {**made.signature, "folds": "constexpr"}, {**made.constexprs, "folds": None}
+    return replace(made, name=f"{made.name} no folds", signature=signature, constexprs=constants)

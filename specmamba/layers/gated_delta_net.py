@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, rowwise
+from specmamba.kernels import causal_conv1d, delta_net, rowwise
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear, RecurrentLayer
@@ -89,8 +89,5 @@ def mix(inputs: delta_net.Inputs, weights: delta_net.Weights, state: StateOperan
     """
     w = weights
     mixed = causal_conv1d.advance(inputs.mixed, w.conv, None, state)
-    heads = w.num_key_heads, w.key_dim, w.step_scale, w.lower_bound
-    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, *heads)
-    v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
-    out = gated_delta_rule.advance(q, k, v, g, beta, state)
+    out = delta_net.gate_and_advance(mixed, inputs.a, inputs.b, w, state)
     return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps, w.has_sigmoid_gate)

@@ -104,3 +104,13 @@ def test_limits_of_registers(
     monkeypatch.setattr(gpu, "_capability", lambda _: capability)
     assert gpu.register_options(gpu.Registers(168, since=9), torch.device(device)) == expected
     assert gpu.register_options(None, torch.device(device)) == {}
+
+
+def test_a_limit_of_its_own_for_the_newest_generation() -> None:
+    limit = gpu.Registers(168, since=9, most_of_10=160)
+    assert [limit.options(capability) for capability in (8, 9, 10, 12)] == [
+        {},
+        {"maxnreg": 168},
+        {"maxnreg": 160},
+        {"maxnreg": 160},
+    ]

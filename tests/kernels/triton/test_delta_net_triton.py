@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specmamba.kernels import delta_net, gpu
 from specmamba.kernels.delta_net import Inputs, Weights, reference
+from specmamba.kernels.delta_net import torch_ops as delta_net_in_torch
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.rowwise import torch_ops as rowwise_in_torch
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.state_records import reference as records_reference
@@ -28,6 +33,9 @@ from tests.kernels.recurrent.layer_case import (
 from tests.kernels.recurrent.test_delta_net import Case
 
 pytest.importorskip("triton")
+from specmamba.kernels.delta_net import triton_ops as delta_net_in_triton
+from specmamba.kernels.gated_delta_rule import triton_kernels as delta_kernels
+
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 HEADS = (1, 2, 16, 24)
@@ -42,6 +50,8 @@ def run_triton(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees)
 
 class OnPools(LayerCase):
     """With slot 0 as padding, and windows of checkpoints."""
+
+    pending = PENDING
 
     def place(self, dtype: torch.dtype, state_dtype: torch.dtype, folds: bool, width: int = 4) -> None:
         """Move the states and windows to pools."""
@@ -62,7 +72,7 @@ class OnPools(LayerCase):
     def wanted_row(self, row: int, buffers: Buffers) -> Tensor:
         """One row by the reference, folded before where it folds; ``buffers`` are float64."""
         t = part_of_rows(replace(self.trees, folds=None), slice(row, row + 1))
-        count, window = PENDING[row], self.weights.conv.shape[1] - 1
+        count, window = self.pending[row], self.weights.conv.shape[1] - 1
         if self.trees.folds is not None and FOLDS[row]:
             records = buffers.k[t.rows], buffers.u[t.rows], buffers.decay[t.rows]
             buffers.states[t.slots] = records_reference.fold(buffers.states[t.slots], *records, torch.tensor([count]))
@@ -97,9 +107,19 @@ class OnPools(LayerCase):
 class PoolCase(OnPools, Case):
     """Decays by head."""
 
-    def __init__(self, nodes: int, dtype: torch.dtype, state_dtype: torch.dtype, folds: bool, width: int = 4) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        folds: bool,
+        width: int = 4,
+        heads: tuple[int, int, int, int] = HEADS,
+        pending: list[int] = PENDING,
+    ) -> None:
         torch.manual_seed(nodes)
-        super().__init__(HEADS, nodes, PENDING, width=width, shapes=("bushy", "star", "chain"), dtype=dtype)
+        self.pending = pending
+        super().__init__(heads, nodes, pending, width=width, shapes=("bushy", "star", "chain"), dtype=dtype)
         self.place(dtype, state_dtype, folds, width)
 
 
@@ -136,6 +156,103 @@ def test_decays_by_channel(
     monkeypatch.setattr(rowwise_in_torch, "delta_inputs", None)
     monkeypatch.setattr(rowwise_in_torch, "gated_rms_norm", None)
     ChannelCase(nodes, dtype, bound, folds).check_triton(gpu_device)
+
+
+# nodes, heads (Hk, Hv, K, V), and records pending: groups of 1, 2, 3 and 4, odd widths, blocks of nodes and of records
+SHARED = [
+    (3, (1, 1, 16, 72), [3, 5, 4, 0]),
+    (16, (1, 4, 40, 24), [3, 5, 4, 0]),
+    (7, (2, 4, 33, 20), [16, 18, 4, 0]),
+    (17, (1, 3, 7, 5), [3, 33, 4, 17]),
+    (64, (1, 2, 8, 20), [3, 5, 4, 0]),
+]
+
+
+class Watched:
+    """A kernel that runs, and notes whether each launch had an argument."""
+
+    def __init__(self, kernel: Any, argument: str) -> None:
+        self.arg_names, self._kernel, self.seen = kernel.arg_names, kernel, list[bool]()
+        self._place = kernel.arg_names.index(argument)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*operands: Any, **constants: Any) -> None:
+            self.seen.append(operands[self._place] is not None)
+            self._kernel[grid](*operands, **constants)
+
+        return launch
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("nodes", "heads", "pending"), SHARED)
+@pytest.mark.parametrize("folds", [False, True])
+def test_products_are_made_once_for_a_key_head(
+    nodes: int,
+    heads: tuple[int, int, int, int],
+    pending: list[int],
+    folds: bool,
+    gpu_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the norms, in one launch; the rule finds them, and the keys of nodes in their records."""
+    watched = Watched(delta_kernels.tree_kernel, "products")
+    monkeypatch.setattr(delta_kernels, "tree_kernel", watched)
+    monkeypatch.setattr(rowwise_in_torch, "delta_inputs", None)
+    PoolCase(nodes, torch.float32, torch.float32, folds, heads=heads, pending=pending).check_triton(gpu_device)
+    assert watched.seen == [True]
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("nodes", "heads", "pending"), SHARED)
+@pytest.mark.parametrize("folds", [False, True])
+def test_products_of_16_bit_models_are_those_that_the_rule_makes(
+    nodes: int, heads: tuple[int, int, int, int], pending: list[int], folds: bool, gpu_device: str
+) -> None:
+    """In parts up to 32 nodes, records among them: the same sums, of other blocks of keys."""
+    case = PoolCase(nodes, torch.bfloat16, torch.float32, folds, heads=heads, pending=pending)
+    mixed, inputs, weights = (
+        torch.randn(case.inputs.mixed.shape, device=gpu_device),
+        moved(case.inputs, gpu_device),
+        moved(case.weights, gpu_device),
+    )
+    results = []
+    for form in (delta_net_in_triton, delta_net_in_torch):
+        buffers = moved(copied(case.buffers), gpu_device)
+        with triton_forms():
+            state = operands_of(buffers, moved(case.trees, gpu_device))
+            out = form.gate_and_advance(mixed, inputs.a, inputs.b, weights, state)
+        results.append([x.cpu().double() for x in (out, buffers.states, buffers.k, buffers.u, buffers.decay)])
+    for mine, right in zip(*results, strict=True):
+        largest = right.nan_to_num().abs().max().item()
+        torch.testing.assert_close(mine, right, rtol=2**-13, atol=2**-13 * largest, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_chain", "heads", "is_shared"),
+    [
+        (1, True, (1, 2, 16, 128), False),
+        (8, True, (1, 2, 16, 128), False),
+        (9, True, (1, 2, 16, 128), True),
+        (2, False, (1, 2, 16, 16), True),
+        (2, False, (2, 2, 16, 128), True),
+        (2, False, (2, 2, 16, 64), False),
+    ],
+)
+def test_products_are_made_once_where_several_programs_need_them(
+    nodes: int, is_chain: bool, heads: tuple[int, int, int, int], is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(heads, nodes, [0], shapes=("chain",))
+    state = operands_of(case.buffers, replace(case.trees, is_chain=is_chain))
+    asked = case.inputs.mixed.float(), case.inputs.a, case.inputs.b, case.weights, state
+    declared = operator_of(delta_net.gate_and_advance)
+    assert declared.choose(*asked) == "torch"
+    with triton_forms():
+        assert declared.choose(*asked) == ("triton" if is_shared else "torch")
+        by_channel = case.inputs.a[..., None].expand(-1, -1, -1, heads[2])
+        assert declared.choose(asked[0], by_channel, *asked[2:]) == "torch"
+        for off in ("delta_net", "gated_delta_rule"):
+            monkeypatch.setattr(gpu, "is_chosen", lambda name, off=off: name != off)
+            assert declared.choose(*asked) == "torch"
 
 
 @pytest.mark.parametrize("width", [2, 3])

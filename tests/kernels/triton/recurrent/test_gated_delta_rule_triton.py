@@ -346,6 +346,35 @@ def test_folds_of_16_bit_models_are_exact(gpu_device: str) -> None:
     assert torch.equal(bits(kept.states), bits(split.buffers.states))
 
 
+@pytest.mark.parametrize(("nodes", "is_exact"), [(1, True), (5, True), (5, False), (20, False)])
+def test_where_no_row_folds_kernels_have_no_folds(
+    nodes: int, is_exact: bool, gpu_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are told so when they are compiled; results are those of the kernels with folds, told that none does."""
+    case, name = InPlace(nodes, is_exact=is_exact), "root_kernel" if nodes == 1 else "tree_kernel"
+    want, wanted = case.run(gpu_device, replace(case.trees, folds=torch.zeros(4, dtype=torch.bool)))
+    kernel = getattr(triton_kernels, name)
+    place, seen = kernel.arg_names.index("folds"), []
+
+    class Watched:
+        arg_names = kernel.arg_names
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*operands: Any, **sizes: Any) -> None:
+                seen.append(operands[place])
+                kernel[grid](*operands, **sizes)
+
+            return launch
+
+    monkeypatch.setattr(triton_kernels, name, Watched())
+    out, after = case.run(gpu_device, replace(case.trees, folds=None))
+    assert seen == [None]
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)  # compilers may join products and sums differently
+    for mine, right in ((after.k, wanted.k), (after.u, wanted.u), (after.decay, wanted.decay)):
+        torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert torch.equal(bits(after.states), bits(case.buffers.states))
+
+
 @pytest.mark.parametrize(("nodes", "is_chain"), KINDS)
 def test_parts_of_larger_tensors(nodes: int, is_chain: bool, gpu_device: str) -> None:
     """Values as a slice of the convolution's output, layers of pools, trees that rows share."""

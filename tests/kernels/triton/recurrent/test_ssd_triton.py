@@ -352,3 +352,18 @@ def test_products_of_16_bit_models_run_in_parts(nodes: int, gpu_device: str) -> 
     assert 0 < float((split - exact).abs().max() / exact.abs().max()) < 2**-14
     for mine, right in ((of_split.k, of_exact.k), (of_split.u, of_exact.u), (of_split.decay, of_exact.decay)):
         assert torch.equal(mine.nan_to_num(9.0), right.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize(("nodes", "shapes"), [(1, SHAPES), (3, ("chain",)), (7, ("bushy",)), (20, ("padded",))])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
+def test_kernels_without_folds(nodes: int, shapes: tuple[str, ...], inputs: torch.dtype, gpu_device: str) -> None:
+    """As those with folds that are told that no row folds; compilers may join products and sums differently."""
+    case = Case(ODD, nodes, [0, None, 18, 5], folds=[False] * 4, shapes=shapes)
+    case.buffers = replace(case.buffers, conv_inputs=case.buffers.conv_inputs.to(inputs))
+    want, wanted = case.run(gpu_device)
+    case.trees = replace(case.trees, folds=None)
+    out, after = case.run(gpu_device)
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+    for mine, right in ((after.k, wanted.k), (after.u, wanted.u), (after.decay, wanted.decay)):
+        assert torch.equal(mine.nan_to_num(9.0), right.nan_to_num(9.0))
+    assert torch.equal(after.states.nan_to_num(9.0), case.buffers.states.nan_to_num(9.0))
