@@ -15,10 +15,12 @@ from specmamba.draft.sizing.schedule import (
     CALM_ROUND,
     LAST_PROBE,
     LONG_ROUND,
+    LONGEST_WAIT,
     MOST_INTERVAL,
     ROUND,
     SETTLING_STEPS,
     SHORT_ROUND,
+    STEPS_OF_NEWS,
     TIMED_STEPS,
     DraftSchedule,
     DraftSize,
@@ -50,6 +52,14 @@ def steps_of(schedule: DraftSchedule, number: int) -> list[DraftSize]:
     return sizes
 
 
+def later(found: np.ndarray) -> DraftSchedule:
+    """A schedule with these rates in a batch that began long ago."""
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(found, 8)
+    schedule.passed(STEPS_OF_NEWS + 1, 0)
+    return schedule
+
+
 def test_the_best_option_is_taken_at_once_for_another_batch() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 14, 12), 8)
@@ -62,8 +72,8 @@ def test_the_best_option_is_taken_at_once_for_another_batch() -> None:
 
 @pytest.mark.parametrize(("better", "num_steps"), [(3, 8), (1, 3)])
 def test_a_change_waits_until_the_gain_has_lasted(better: int, num_steps: int) -> None:
-    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 12, 14, 12)
-    schedule.restart(found, 8)
+    found = rates(10, 12, 14, 12)
+    schedule = later(found)
     found[better] = 100
     for _ in range(num_steps - 1):
         schedule.judge(found, 1)
@@ -74,14 +84,40 @@ def test_a_change_waits_until_the_gain_has_lasted(better: int, num_steps: int) -
 
 def test_one_look_changes_nothing() -> None:
     """The steps before a look have not shown what it shows."""
-    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 12, 14, 12)
-    schedule.restart(found, 8)
+    found = rates(10, 12, 14, 12)
+    schedule = later(found)
     found[1] = 100
     schedule.judge(found, 16)
     assert schedule.depth == 2
     assert schedule.next(ANY)[1] == SHORT_ROUND  # the next decision comes soon
     schedule.judge(found, 4)
     assert schedule.depth == 1
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_one_look_ends_drafts_of_several_new_requests(num_requests: int) -> None:
+    """What is said by one of them is said by few steps."""
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 12, 14, 12), num_requests)
+    assert schedule.next(ANY)[1] == (SHORT_ROUND if num_requests > 1 else ROUND)
+    schedule.judge(rates(10, 8, 7, 6), SHORT_ROUND)
+    assert schedule.depth == (0 if num_requests > 1 else 2)
+    schedule.judge(rates(10, 11, 12, 30), SHORT_ROUND - 1)
+    assert schedule.depth != 3
+
+
+def test_tries_wait_for_a_batch_that_begins_where_nothing_is_drafted() -> None:
+    def next_try(schedule: DraftSchedule) -> int:
+        sizes = steps_of(schedule, 2 * LONGEST_WAIT)
+        return next(i for i, size in enumerate(sizes) if size.depth and not size.is_probe)
+
+    off = later(rates(10, 9, 8, 7))
+    off._tries.until["other"] = 0
+    assert LONGEST_WAIT <= next_try(off) < LONGEST_WAIT + LONG_ROUND
+    off = later(rates(10, 9, 8, 7))
+    off._tries.until["other"] = 0
+    off.restart(rates(10, 9, 8, 7), 8)
+    assert next_try(off) <= STEPS_OF_NEWS
 
 
 def test_a_small_gain_changes_nothing() -> None:
@@ -354,8 +390,7 @@ def test_what_hears_repeats_is_told_whether_a_try_is_due() -> None:
 
 
 def test_decisions_last_longer_where_nothing_asks_for_a_change() -> None:
-    schedule = DraftSchedule(NUM_STEPS)
-    schedule.restart(rates(10, 11, 14, 12), 8)
+    schedule = later(rates(10, 11, 14, 12))
     schedule._tries.until = dict.fromkeys(schedule._tries.until, 4000)
     assert schedule.next(ANY)[1] == ROUND
     schedule.judge(rates(10, 11, 14, 12), ROUND)

@@ -17,10 +17,11 @@ import torch
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
+from specmamba.draft.sizing.earlier import EarlierRequests
 from specmamba.draft.sizing.ratios import MOST_EXPECTED, Brought
 from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch
 from specmamba.draft.sizing.schedule import ROUND
-from specmamba.draft.sizing.sizer import FIRST_DRAFTS, STEPS_TO_FORGET, DraftSizer
+from specmamba.draft.sizing.sizer import FIRST_DRAFTS, STEPS_TO_FORGET, WEIGHT_OF_OWN, DraftSizer
 from specmamba.kernels.draft_sizing import LENGTH, SAMPLED, Floats, TreeArrays
 
 D, K, NODES, TOKENS = 4, 3, 8, 192
@@ -166,15 +167,68 @@ def test_hardly_slower_than_the_best_fixed_size(size: int, chance: float, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("texts", [[(1, 0.95), (1, 0.1)], [(1, 0.8), (16, 0.8)]])
+@pytest.mark.parametrize(
+    ("texts", "in_a_row", "seed", "least"),
+    [
+        ([(1, 0.95), (1, 0.1)], 3, 5, 0.9),
+        ([(1, 0.8), (16, 0.8)], 3, 5, 0.9),
+        ([(4, 0.9), (4, 0.1)], 3, 3, 0.92),
+        ([(4, 0.9), (4, 0.1)], 1, 3, 0.92),
+        ([(4, 0.9), (4, 0.1)], 3, 1, 0.92),
+    ],
+)
 def test_hardly_slower_where_texts_and_requests_change(
-    texts: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+    texts: list[tuple[int, float]], in_a_row: int, seed: int, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the best fixed size of each of them, which changes three requests after three."""
-    load, turns = Load(5, monkeypatch), [text for text in texts for _ in range(3)]
+    """Over the best fixed size of each of them, which changes with the requests, or after three batches."""
+    load, turns = Load(seed, monkeypatch), [text for text in texts for _ in range(in_a_row)]
     for text in turns * 8:
         load.run(*text)
-    assert over_best(load, turns * 8) > 0.9
+    assert over_best(load, turns * 8) > least
+
+
+def test_new_requests_are_taken_to_be_like_earlier_ones_however_much_was_drafted_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = Load(1, monkeypatch).sizer.state
+    earlier = EarlierRequests(state)
+    for number in range(2 * LENGTH):  # half of them have one kept draft, the others many
+        earlier.begin(1, SAMPLED, 0)
+        state.next_of_row[1] = 1 if number % 2 else 5 * LENGTH
+        state.values_of_row[1] = number % 2
+    earlier.begin(1, SAMPLED, 0)
+    assert state.values_of_row[1, :, 0].mean() == 0.5
+    state.next_of_row[1] = 3
+    earlier.begin(1, SAMPLED, 3)  # it has none of its own
+    assert state.values_of_row[1, :, 0].mean() == 0.5
+
+
+def test_own_drafts_of_new_requests_soon_say_more_than_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(1, monkeypatch)
+    state = load.sizer.state
+    load.begin(1, 2, 3)
+    state.values_of_row[1:4] = 0.0
+    state.values_of_row[1, :4] = 1.0
+    state.next_of_row[1:4] = 4, 0, LENGTH
+    load.sizer._emphasize(np.array([1, 2, 3]))
+    assert state.values_of_row[1, :, 0].sum() == 4 * WEIGHT_OF_OWN
+    assert not state.values_of_row[2:4].any()
+    state.values_of_row[1, 4:] = 0.0
+    load.sizer._emphasize(np.array([1]))
+    assert state.values_of_row[1, :, 0].sum() == 4  # of one request a few drafts say too little
+
+
+def test_nothing_is_drafted_for_a_step_while_requests_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(1, monkeypatch)
+    one, schedule = load.begin(1), load.sizer.schedule
+    for _ in range(FIRST_DRAFTS + ROUND):
+        load.draft(one, 0.05)
+    schedule.depth, schedule.is_chain = 0, False
+    monkeypatch.setattr(schedule, "restart", lambda *_: setattr(schedule, "depth", 4))
+    assert not load.draft(load.begin(1, 2), 0.05).size.depth
+    assert not load.draft(load.begin(1, 2, 3), 0.05).size.depth
+    batch = SizedBatch(np.array([1, 2, 3]), np.full(3, SAMPLED), np.full(3, D), lambda: 0)
+    assert load.draft(batch, 0.05).size.depth
 
 
 def test_what_is_known_of_a_request_fades_while_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +270,11 @@ def test_a_try_corrects_nothing_where_what_was_known_has_faded(monkeypatch: pyte
     assert sizer.schedule.depth
     while sizer._num_forgotten < LENGTH:
         load.draft(batch, 0.05)
-    before = sizer._of_bucket(1).ratios
-    assert (before != 1.0).any()
+    assert (sizer._of_bucket(1).ratios != 1.0).any()
     while num_tries < 3:
         is_faded = sizer._num_forgotten > 0
         now = tried = load.draft(batch, 0.05)
+        before = sizer._of_bucket(1).ratios
         if now.size.depth and not now.size.is_probe and is_faded:
             while now is tried:
                 now = load.draft(batch, 0.05)

@@ -1,7 +1,8 @@
 """When drafts change: their present depth and form, probes while nothing is drafted, and tries of other options.
 
 A draft is made deeper, or shallower, when two looks in a row ask for it, by a predicted gain of 3 % where both draft;
-looks are 8 steps or more apart. When the number of requests changes, drafts change at once. Below a gain of 2 % over
+looks are 8 steps or more apart. Drafts of several requests that began a short while ago get shallower at once.
+When the number of requests changes, drafts change at once. Below a gain of 2 % over
 plain decoding nothing is drafted. Then a quarter of the requests at the most is drafted for at depth 1 now and then, at
 intervals that double, so that it is seen when drafts pay again.
 
@@ -42,6 +43,8 @@ TIMED_STEPS, MOST_TRIED_STEPS = 6, 24  # of a try: it ends when so many steps we
 MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 4, 1.05
 # a share of repeated tokens that leads to a try; how much more the next one needs; steps between two that do not pay
 LEAST_REPEATED, MORE_REPEATED, FIRST_ALARM = 0.3, 0.15, 32
+LONGEST_WAIT = 384  # steps that a try is put off until a batch begins, of which drafters have missed nothing yet
+STEPS_OF_NEWS = 32  # of a batch that began, which are looked at often
 NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
 HOPE, STEPS_OF_HOPE = 0.12, 48.0  # by how much options may be better than they are thought to be; it falls with steps
 MOST_SEEN = 4  # requests whose steps say more than those of one: their times are the same
@@ -139,7 +142,8 @@ class DraftSchedule:
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
         seen = rates / rates[0]
-        self.gains += (1.0 - (1.0 - WEIGHT) ** (num_steps / SHORT_ROUND)) * (seen - self.gains)
+        weight = 1.0 if self._is_new else 1.0 - (1.0 - WEIGHT) ** (num_steps / SHORT_ROUND)
+        self.gains += weight * (seen - self.gains)
         was_tried = not self.depth and self._counted == ("try",)
         self._paying = int(seen.argmax()) if was_tried and seen.max() >= GAIN_OF_FOLLOW_UP else None
         place, best, hopes = self._place, self._best(), self._hopes
@@ -151,7 +155,7 @@ class DraftSchedule:
             return
         is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
         self._wish, self._wish_age = depth, self._wish_age + num_steps if is_same else 1
-        if self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
+        if (self._is_new and not is_raise) or self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
             self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
             self._alarm_interval = FIRST_ALARM
 
@@ -187,7 +191,8 @@ class DraftSchedule:
         if self.depth:
             self._until_probe = self._probe_interval = self._least_interval
             self._counted = "plain", "other"
-            most = SHORT_ROUND if self._wish_age else CALM_ROUND if self._is_calm else ROUND
+            is_short = self._wish_age or (self._is_new and self._batch_age < SETTLING_STEPS)
+            most = SHORT_ROUND if is_short else CALM_ROUND if self._is_calm else ROUND
             return _within(max_depths, self.depth, self.is_chain), most
         may_probe = self._tries.allowance.may_try
         if self._until_probe <= 1 and may_probe:
@@ -279,8 +284,19 @@ class DraftSchedule:
         return allowance.may_follow_a_sign if self._is_alarmed else allowance.may_try
 
     @property
+    def _is_time_to_try(self) -> bool:
+        """Whether another option can be tried now: where nothing is drafted, drafters run what they missed first."""
+        is_late = self._tries.until["other"] <= -LONGEST_WAIT
+        return self.depth > 0 or self._is_alarmed or self._batch_age <= STEPS_OF_NEWS or is_late
+
+    @property
     def _is_settled(self) -> bool:
         return self._batch_age >= SETTLING_STEPS
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the batch began a short while ago; of one request a few steps say too little."""
+        return self._bucket > 1 and self._batch_age <= STEPS_OF_NEWS
 
     def _follow_up(self) -> bool:
         """Go on with a try, with the option that pays, for a short round; whether it does."""
@@ -297,7 +313,7 @@ class DraftSchedule:
         for name, until in tries.until.items():
             if until > (0 if self._is_settled else -LONGEST_DELAY):
                 continue
-            if name == "other" and not self._may_try_another:
+            if name == "other" and not (self._may_try_another and self._is_time_to_try):
                 continue
             place = 0 if name == "plain" else self._another()
             if name == "other" and self._is_alarmed and not self.depth:

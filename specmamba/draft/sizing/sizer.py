@@ -18,6 +18,7 @@ import numpy as np
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import RestTimes, StepCosts
+from specmamba.draft.sizing.earlier import EarlierRequests
 from specmamba.draft.sizing.ratios import Brought
 from specmamba.draft.sizing.repeats import Repeats
 from specmamba.draft.sizing.rounds import (
@@ -60,8 +61,9 @@ CHAINS_TO_LEARN = 8  # one round of chains of so many judges probabilities, whic
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
 WEIGHT_OF_PROBE = 0.25  # of a probe in the mean time of probes
 HEARD_STEPS = 48  # of a round without drafts, at the most, after which their tokens are looked at
-STEPS_TO_FORGET = 4  # without drafts, after which one of a request's kept drafts gives way to one of all requests
+STEPS_TO_FORGET = 16  # without drafts, after which one of a request's kept drafts gives way to one of all requests
 RELAXING_ROUND = 32  # steps of a decision meanwhile, at the most
+WEIGHT_OF_OWN = 3  # of a new request's kept drafts: they soon say more of it than those of earlier requests
 STEPS_OF_DRAFT = 2  # of chains that are counted by the host, which make one kept draft
 REST_INTERVAL = 8  # steps of a round between two whose rest is timed
 
@@ -92,6 +94,8 @@ class DraftSizer:
         self._looked: Floats = np.full(2 * (bounds.num_steps + 1), np.nan)
         self._looked_rows: tuple[int, ...] = ()
         self._own_from = np.zeros(num_rows + 1, np.int64)  # number of the first kept draft behind all others, by row
+        self._earlier = EarlierRequests(self.state)
+        self._num_begun = 0  # requests since rates were last judged
         self._of_probe: dict[int, float] = {}  # plain steps that a probe takes longer, by the bucket of requests
         self.last_seconds: float | None = None  # of the newest step
         self.learns_on_host = False  # ``learn`` follows the planned step
@@ -129,7 +133,8 @@ class DraftSizer:
     def begin(self, row: int, mode: int, tokens: Sequence[int]) -> None:
         """Start a request in this row, with its known ``tokens``."""
         self._end_round()  # it may be of the request that had this row before
-        draft_sizing.begin(self.state, row, mode)
+        self._earlier.begin(row, mode, int(self._own_from[row]))
+        self._num_begun += 1
         self._repeats.begin(row, tokens)
         self._own_from[row] = 0
         if row in self._looked_rows:
@@ -381,6 +386,10 @@ class DraftSizer:
             self._predict(batch)
             self.schedule.set_requests(len(batch.rows))
             self._age = -1
+            if not self.schedule.depth and self._num_begun:
+                return NOTHING, 1  # others may come, and drafts that begin and end at once are dear
+        if 1 < len(batch.rows) <= self._num_begun:
+            self._age = -1  # all of them are new
         if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
             self._num_drafts[batch.modes] += ROUND
             self._looked_rows = ()
@@ -388,7 +397,7 @@ class DraftSizer:
         now = self._figures.num_steps
         if self._age < 0:
             self.schedule.restart(self._rates(batch), len(batch.rows))
-            self._age = now
+            self._age, self._num_begun = now, 0
         elif now - self._age >= SHORT_ROUND:
             if time.perf_counter() >= self._next_costs:
                 self._predict(batch)
@@ -407,7 +416,7 @@ class DraftSizer:
         state = self.state
         for _ in range(number):
             places = state.next_of_row[batch.rows] % LENGTH
-            state.values_of_row[batch.rows, places] = state.values_of_mode[batch.modes, places]
+            state.values_of_row[batch.rows, places] = self._earlier.of(batch.modes, places)
             state.next_of_row[batch.rows] += 1
         self._own_from[batch.rows] = state.next_of_row[batch.rows]
         state.of_row[batch.rows] *= 1.0 - number / LENGTH
@@ -448,10 +457,21 @@ class DraftSizer:
     def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
         draws = self._figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
+        self._emphasize(batch.rows)
         times = Times(self._seconds, self._chain_places, self._chain_seconds)
         self._looked = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, times)
         self._looked_rows = tuple(batch.rows.tolist()) if self._knows(batch) else ()
         return self._looked * self._of_bucket(len(batch.rows)).ratios * self._is_option
+
+    def _emphasize(self, rows: Ints) -> None:
+        """Let the own drafts of requests that have few of them stand for several of what was taken to be like them."""
+        state, newest = self.state, self.state.next_of_row[rows]
+        own, weight = newest - self._own_from[rows], min(len(rows), WEIGHT_OF_OWN)
+        for row, last, number in zip(rows.tolist(), newest.tolist(), own.tolist(), strict=True):
+            if 0 < number < LENGTH:
+                others = np.arange(min(number * (weight - 1), LENGTH - number))
+                values = state.values_of_row[row]
+                values[(last + others) % LENGTH] = values[(last - 1 - others % number) % LENGTH]
 
     def _of_bucket(self, num_requests: int) -> Brought:
         bucket = num_requests.bit_length()
