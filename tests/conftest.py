@@ -25,7 +25,7 @@ with suppress(ImportError):  # tests of kernels run where it is missing, as on a
     settings.load_profile("specmamba")
 
 
-FEW, MANY = 4, 18  # cases of one test
+NTH = {18: 7, 8: 4, 3: 3}  # of more cases of one test than that, one of so many
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported: they run on the CPU, line by line
@@ -74,8 +74,8 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases that ``fast_cases`` leaves to the slow tier, and take out those that only a full run has.
 
     ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
-    whose id contains one of the strings. Of more than ``FEW`` others the slow tier has about every third; of more than
-    ``MANY`` about every fifth, by a number that their names make, since parameters take turns.
+    whose id contains one of the strings. Of more than three others the slow tier has about every third, and fewer of
+    more (``NTH``), by a number that their names make, since parameters take turns.
     """
     left_out = set[pytest.Item]()
     cases: dict[str, list[pytest.Item]] = {}
@@ -93,8 +93,8 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
         others = [item for item in of_one if item not in kept]
         for item in others:
             item.add_marker(pytest.mark.slow)
-        if len(others) > FEW and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
-            nth = 5 if len(others) > MANY else 3
+        nth = next((nth for more_than, nth in NTH.items() if len(others) > more_than), None)
+        if nth is not None and os.environ.get("SPECMAMBA_TEST_FULL") != "1":
             chosen = [item for item in others if not zlib.crc32(item.nodeid.encode()) % nth] or others[:1]
             left_out.update(item for item in others if item not in chosen)
     items[:] = [item for item in items if item not in left_out]

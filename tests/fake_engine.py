@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,11 +167,13 @@ class FakeEngine:
         fail_at_step: int | None = None,
         context_length: int = 64 + len(TEXT.encode()),
         has_chat_template: bool = True,
+        gate: str = "",
     ) -> None:
         self.config = config or ServerConfig()
         self.tokenizer = FakeTokenizer(has_chat_template)
         self.context_length = context_length
         self.text, self.step_s, self.chunk, self.fail_at_step = text.encode(), step_s, chunk, fail_at_step
+        self.gate = gate  # a file: no step gives anything before it is there
         self.running: dict[str, _Running] = {}
         self.num_steps = self.num_closed = self.num_added = 0
         self.aborted: list[str] = []
@@ -252,6 +255,8 @@ class FakeEngine:
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("scripted failure\nwith a second line")
         time.sleep(self.step_s)
+        if self.gate and not os.path.exists(self.gate):
+            return []
         return [self._advance(request_id, request) for request_id, request in list(self.running.items())]
 
     def _advance(self, request_id: str, request: _Running) -> OutputDelta:

@@ -6,8 +6,11 @@ they differ from those of a config class of transformers, and what is the head's
 
 Layers of the target are numbered by their inputs: i is what goes into layer i, counted from 0.
 
-Sources: vllm-project/speculators (``models/eagle3``, ``models/dflash``: fields, their defaults, what is stored), vLLM
-(``transformers_utils/configs/speculators``: what a runtime makes of them).
+A ``dspark`` head has to say ``sample_from_anchor``: versions of the library differ in where a block predicts its first
+token if it is left out, and the tensors are the same.
+
+Sources: vllm-project/speculators (``models/eagle3``, ``dflash``, ``dspark``: fields, their defaults, what is stored),
+vLLM (``transformers_utils/configs/speculators``: what a runtime makes of them).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from specmamba.errors import CheckpointError, UnsupportedModelError
 
 KIND = "speculators_model_type"
 LAYERS = "transformer_layer_config"
-USUAL_LAYERS = {"eagle3": "llama", "dflash": "qwen3"}  # by kind, where the config names no model_type
+# by kind, where the config names no model_type
+USUAL_LAYERS = {"eagle3": "llama", "dflash": "qwen3", "dspark": "qwen3"}
 # fields that may be left out because they are those of the class
 OF_CLASS = {
     "llama": ("LlamaConfig", ()),
@@ -37,7 +41,12 @@ OF_KIND = {
         "eagle_aux_hidden_state_layer_ids",
     ),
     "dflash": ("projector_type", "sample_from_anchor", "shift_label"),
+    "dspark": (
+        *("projector_type", "sample_from_anchor", "shift_label"),
+        *("markov_rank", "markov_head_type", "confidence_head_with_markov"),
+    ),
 }
+OF_EVERY_DSPARK = {"markov_rank": 256}  # of the config class, where it is left out
 DEFAULT_BLOCK = 8  # of the config class
 
 
@@ -64,7 +73,20 @@ def head_fields(file: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(layers, dict):
         raise CheckpointError(f"{file}: {LAYERS} should be an object, but is {layers!r}")
     own = {name: stored[name] for name in (*OF_HEAD, *OF_KIND[kind]) if stored.get(name) is not None}
-    return _of_layers(file, kind, layers) | own | (_of_blocks(file, stored) if kind == "dflash" else {})
+    if kind == "dspark":
+        own = _of_dspark(file, own)
+    return _of_layers(file, kind, layers) | own | ({} if kind == "eagle3" else _of_blocks(file, stored))
+
+
+def _of_dspark(file: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """What the head's own fields are in DSpark's layout, which has no inherited ``projector_type``."""
+    if type(own.get("sample_from_anchor")) is not bool:
+        raise CheckpointError(
+            f"{file}: sample_from_anchor should be true or false, but is {own.get('sample_from_anchor')!r}: nothing "
+            "else says where blocks predict their first token"
+        )
+    is_usual = own.get("projector_type") in (None, "dflash")
+    return OF_EVERY_DSPARK | own | ({"projector_type": "dspark"} if is_usual else {})
 
 
 def _of_layers(file: Path, kind: str, layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,4 +112,5 @@ def _of_blocks(file: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     settings = {"target_layer_ids": [i - 1 for i in ids], "mask_token_id": stored.get("mask_token_id")}
     if stored.get("sliding_window_non_causal"):  # else layers with a window are causal and others are not
         settings["is_causal"] = False
-    return {"dflash_config": settings, "block_size": stored.get("block_size") or DEFAULT_BLOCK}
+    block_size = stored.get("block_size")
+    return {"dflash_config": settings, "block_size": DEFAULT_BLOCK if block_size is None else block_size}

@@ -25,7 +25,8 @@ SettingsT = TypeVar("SettingsT", bound=CommandLine)
 
 # What is no flag: native kernels, Triton, builds, and tests.
 _OTHER_VARIABLES = frozenset(
-    f"SPECMAMBA_{name}" for name in ("NATIVE", "TRITON", "BUILD_NATIVE", "TEST_FULL", "TEST_TRITON", "PAGE_PICTURES")
+    f"SPECMAMBA_{name}"
+    for name in ("NATIVE", "TRITON", "BUILD_NATIVE", "TEST_FULL", "TEST_TRITON", "TEST_FLA", "PAGE_PICTURES")
 )
 # What Kubernetes puts into containers beside a service that is called specmamba.
 _OF_KUBERNETES = re.compile(r"^(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))(_|$)")

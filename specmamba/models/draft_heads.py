@@ -31,8 +31,8 @@ a Markov head [1, H], and ``confidence_head.proj.bias`` [1].
 of channels; ``candidate_selector.predecessor_codebook`` and ``candidate_selector.successor_codebook`` [V, R] and
 ``candidate_selector.hidden_projection.weight`` [R, H].
 
-**vllm-project/speculators** (``checkpoints/speculators_config.py``; a ``speculators_model_type``): tensors of EAGLE-3
-or DFlash beside a config of another form.
+**vllm-project/speculators** (``checkpoints/speculators_config.py``; a ``speculators_model_type``): tensors of
+EAGLE-3, DFlash or DSpark beside a config of another form.
 
 Any name may begin with ``model.``. Queries and keys may be normed (``self_attn.{q,k}_norm``), projections may have
 biases, where such tensors are stored. Where no embedding is stored, the target's is used, without its multiplier; where

@@ -210,7 +210,7 @@ def test_a_grammar_waits_no_longer_than_a_request_and_ends_with_the_server(monke
     constants: Any = SimpleNamespace(tokenizer=None, vocab_size=256, eos_token_ids=(0,))
 
     async def scenario() -> None:
-        grammars = Grammars(ServerConfig(queue_timeout=0.5), constants)
+        grammars = Grammars(ServerConfig(queue_timeout=1.5), constants)
         results = await asyncio.gather(
             *(grammars.compile(spec) for spec in (NEVER, SPEC, NEVER)), return_exceptions=True
         )

@@ -36,7 +36,7 @@ def test_an_attack_leaves_nothing_behind(name: str) -> None:
     """Each reaches the server, whose good clients are answered meanwhile."""
     keys = {"api_key": (GOOD_KEY, BAD_KEY), "admin_key": OPERATOR_KEY}
     engine = WatchedEngine(context_length=4096)
-    with serving(engine, **keys, read_timeout=1) as served:
+    with serving(engine, **keys, read_timeout=5) as served:
         url = httpx.URL(served.url)
         address = (url.host, int(url.port or 0))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from specmamba.bench.ops.tables import STATE_BYTES, has_failed, markdown, rows_o
 from specmamba.cli import SUBCOMMANDS
 from specmamba.errors import ConfigError
 from specmamba.kernels.gpu import has_triton
+from tests.fake_engine import wait_until
 
 CPU = torch.device("cpu")
 PLACE = Place(CPU, has_triton=False)
@@ -386,8 +386,14 @@ def test_it_is_a_command() -> None:
 def test_what_takes_long_says_so_before_its_first_part(
     module: str, slow: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    said = list[str]()
+
+    def has_said_it() -> bool:
+        said.append(capsys.readouterr().err)
+        return any(said)
+
     def load(*given: object, **named: object) -> None:
-        time.sleep(0.3)
+        wait_until(has_said_it)
         raise ConfigError("not here")
 
     monkeypatch.setattr("specmamba.measure.report.FIRST_LINE_S", 0.05)
@@ -395,6 +401,6 @@ def test_what_takes_long_says_so_before_its_first_part(
     monkeypatch.setattr(slow, load)
     with pytest.raises(SystemExit, match="2"):
         benchmark.main([])
-    said, error = capsys.readouterr().err.splitlines()
-    assert ": 0 of " in said
+    first, error = "".join([*said, capsys.readouterr().err]).splitlines()
+    assert ": 0 of " in first
     assert error.endswith("error: not here")

@@ -45,6 +45,7 @@ def _markov(kind: str) -> dict[str, Any]:
 
 
 _SPARK = {"architectures": ["Qwen3DSparkModel"], "enable_confidence_head": True, "num_anchors": 8}
+_SPECULATED = {"speculators_model_type": "dspark", "enable_confidence_head": True, "confidence_head_with_markov": True}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 _SELECTOR = {"selector_rank": RANK, "selector_top_k": CANDIDATES, "conv_kernel_size": TAPS, "conv_group_size": GROUP}
 VARIANTS = {
@@ -74,6 +75,19 @@ VARIANTS = {
         drafts_at_root=True,
         window=(None, 9),
         speculators={"sliding_window_non_causal": True, "sample_from_anchor": True},
+    ),
+    "speculators-dspark": Variant(
+        {"architectures": ["DSparkSpeculator"]},
+        {},
+        links="gated",
+        drafts_at_root=True,
+        speculators=_SPECULATED | _markov("gated") | {"projector_type": "dflash", "sample_from_anchor": True},
+    ),
+    "speculators-dspark-apart": Variant(
+        {"architectures": ["DraftModel"]},
+        {},
+        links="vanilla",
+        speculators=_SPECULATED | _markov("vanilla") | {"markov_head_type": None, "sample_from_anchor": False},
     ),
     "dspark": Variant(_SPARK | _markov("vanilla"), {}, links="vanilla", drafts_at_root=True),
     "dspark-gated": Variant(_SPARK, _markov("gated"), links="gated", drafts_at_root=True),

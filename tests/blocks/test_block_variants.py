@@ -289,7 +289,7 @@ def test_what_a_head_is_said_to_be(target: Path, tmp_path: Path) -> None:
         ("dspark", {"markov_rank": 4}, CheckpointError, "markov_w1.weight"),
         ("dspark", {"block_size": 0}, CheckpointError, "block_size 0: a block drafts a token at least"),
         ("dspark", {"draft_vocab_size": 100}, UnsupportedModelError, "drafts 100 tokens by a map of its own"),
-        ("dspark", {"speculators_model_type": "dspark"}, UnsupportedModelError, "speculators_model_type 'dspark'"),
+        ("dspark", {"speculators_model_type": "dflash2"}, UnsupportedModelError, "speculators_model_type 'dflash2'"),
         ("dspark", {"shift_label": False}, UnsupportedModelError, "shift_label False is not supported in DSpark"),
         ("dflash", {"shift_label": True}, UnsupportedModelError, "shift_label True is not supported in DFlash"),
         (
@@ -317,6 +317,28 @@ def test_settings_that_are_refused(
     inside = {name: value for name, value in changes.items() if name in nested}
     outside = {name: value for name, value in changes.items() if name not in inside}
     save_block_head(head, dflash_config=nested | inside, **outside)
+    refused(target, head, kind, sentence)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "sentence"),
+    [
+        ({"sample_from_anchor": None}, CheckpointError, "sample_from_anchor should be true or false, but is None"),
+        ({"markov_rank": None}, CheckpointError, "markov_w1.weight"),  # 256, of the config class
+        ({"markov_head_type": "ngram"}, UnsupportedModelError, "markov_head_type 'ngram' is not supported"),
+        ({"confidence_head_with_markov": False}, CheckpointError, "confidence_head.proj.weight"),
+        ({"block_size": 0}, CheckpointError, "block_size 0: a block drafts a token at least"),
+        ({"draft_vocab_size": 50}, UnsupportedModelError, "drafts 50 tokens by a map of its own"),
+        ({"projector_type": "domino"}, UnsupportedModelError, "projector_type 'domino' is not supported"),
+        ({"shift_label": False}, UnsupportedModelError, "shift_label False is not supported in DSpark"),
+    ],
+)
+def test_dspark_of_speculators_that_is_refused(
+    changes: dict[str, Any], kind: type[Exception], sentence: str, target: Path, tmp_path: Path
+) -> None:
+    head = write_block_head(tmp_path, target, seed=0, variant="speculators-dspark")
+    given = (head.variant.speculators or {}) | changes
+    save_block_head(replace(head, variant=replace(head.variant, speculators=given)))
     refused(target, head, kind, sentence)
 
 

@@ -105,14 +105,32 @@ class TestPageAllocator:
         else:
             assert list(again[: len(given)]) == sorted(again[: len(given)])
 
+    def test_pages_are_given_in_few_runs(self) -> None:
+        """The shortest that is long enough, then what it leaves; the longest ones where none is."""
+        allocator = PageAllocator(300)
+        assert allocator.allocate(300) is not None
+        for first, last in ((10, 14), (40, 59), (100, 159), (200, 229)):
+            allocator.release(np.arange(first, last + 1), pinned=True)
+
+        def given(count: int) -> list[int]:
+            pages = allocator.allocate(count)
+            assert pages is not None
+            return pages.tolist()
+
+        assert given(18) == [*range(40, 58)]
+        assert given(2) == [58, 59]
+        assert given(26) == [*range(200, 226)]
+        assert given(62) == [*range(100, 160), 226, 227]
+        assert given(7) == [228, 229, *range(10, 15)]
+
     def test_random_use(self) -> None:
         """Against a plain list of who holds what, pinned or not."""
         rng = random.Random(1)
-        allocator, held = PageAllocator(40), list[tuple[Pages, bool]]()
+        allocator, held = PageAllocator(90), list[tuple[Pages, bool]]()
         for _ in range(800):
             action, at = rng.random(), rng.randrange(len(held)) if held else -1
             if action < 0.3 or not held:
-                pages = allocator.allocate(rng.randint(0, 12))
+                pages = allocator.allocate(rng.randint(0, 30))
                 held += [] if pages is None else [(pages, True)]
             elif action < 0.5:
                 pages, pinned = held[at][0], rng.random() < 0.5
@@ -127,10 +145,10 @@ class TestPageAllocator:
                 allocator.release(pages, pinned)
             holders = Counter(int(page) for pages, _ in held for page in pages)
             pins = Counter(int(page) for pages, pinned in held if pinned for page in pages)
-            assert all(1 <= page <= 40 for page in holders)
-            assert allocator.num_free == 40 - len(holders)
+            assert all(1 <= page <= 90 for page in holders)
+            assert allocator.num_free == 90 - len(holders)
             assert (allocator.num_pinned, allocator.num_evictable) == (len(pins), len(holders) - len(pins))
-            assert all((allocator.holders(p), allocator.pins(p)) == (holders[p], pins[p]) for p in range(1, 41))
+            assert all((allocator.holders(p), allocator.pins(p)) == (holders[p], pins[p]) for p in range(1, 91))
 
 
 class TestKVPool:

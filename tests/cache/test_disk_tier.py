@@ -402,11 +402,11 @@ def test_what_waits_to_be_written_is_loaded_from_memory(new_tier: NewTier, monke
 
 
 def test_a_disk_that_hangs_delays_one_request(new_tier: NewTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (threaded_tier, tier_module):
-        monkeypatch.setattr(module, "MAX_LOAD_S", 0.05)
     tier, answers = new_tier(), threading.Event()
     put(tier, TEXT[:50])
-    tier.drain()
+    assert tier.drain()
+    for module in (threaded_tier, tier_module):
+        monkeypatch.setattr(module, "MAX_LOAD_S", 0.05)
     monkeypatch.setattr(EntryFolder, "touch", lambda *_: answers.wait(60))
     assert fetch(tier, TEXT) == "slow"
     time.sleep(0.05)  # since its thread began to read

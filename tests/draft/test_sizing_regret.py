@@ -23,6 +23,7 @@ from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch
 from specmamba.draft.sizing.schedule import ROUND
 from specmamba.draft.sizing.sizer import FIRST_DRAFTS, STEPS_TO_FORGET, WEIGHT_OF_OWN, DraftSizer
 from specmamba.kernels.draft_sizing import LENGTH, SAMPLED, Floats, TreeArrays
+from tests.pairwise import IS_FULL
 
 D, K, NODES, TOKENS = 4, 3, 8, 192
 FADING, OF_NODE = 0.94, 1.2  # of a stretch by step, and how much nodes differ beside that
@@ -152,7 +153,14 @@ def over_best(load: Load, texts: Sequence[tuple[int, float]]) -> float:
 
 
 FAST = [(1, 0.6), (4, 0.1)]
-CELLS = [(size, chance) for size in MS for chance in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.95)]
+CHANCES = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.95)
+# every third of all in a usual run, so that each size and each chance is there
+CELLS = [
+    (size, chance)
+    for i, size in enumerate(MS)
+    for j, chance in enumerate(CHANCES)
+    if IS_FULL or (i + j) % 3 == 0 or (size, chance) in FAST
+]
 
 
 @pytest.mark.parametrize(

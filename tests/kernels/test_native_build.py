@@ -17,6 +17,8 @@ import pytest
 
 from specmamba.kernels.native import build, cpp_compiler, levels, library
 from specmamba.kernels.native.levels import LEVELS, LEVELS_OF, Level, available_levels, chosen_level
+from tests.kernels.native.test_levels import LOWER
+from tests.pairwise import IS_FULL
 from tests.repository import ROOT
 
 KERNELS = library.sources()
@@ -227,7 +229,13 @@ def test_levels_have_libraries_of_their_own(source: Path, compiler: None) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_every_kernel_is_valid_for_every_level(level: Level, compiler: None, tmp_path: Path) -> None:
-    """Templates included. A full run compiles all of it, in test_native_wheel.py."""
+    """Templates included. A full run compiles all of it, in test_native_wheel.py.
+
+    All tests compile for the best level of this CPU, and test_levels.py for some below it.
+    """
+    available = [each.name for each in available_levels()]
+    if not IS_FULL and level.name in (*available[:1], *(name for name, part in LOWER if part == "operators")):
+        pytest.skip(f"the tests of operators compile and run all kernels for {level.name}")
     build.compiled_objects(level, [*cpp_compiler.find_compiler(), "-fsyntax-only"], tmp_path)
 
 

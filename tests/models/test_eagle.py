@@ -544,7 +544,11 @@ def test_heads_of_other_targets(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"speculators_model_type": "peagle"}, UnsupportedModelError, "'peagle' is not supported: only eagle3, dflash"),
+        (
+            {"speculators_model_type": "peagle"},
+            UnsupportedModelError,
+            "'peagle' is not supported: only eagle3, dflash, ",
+        ),
         ({"speculators_model_type": None}, CheckpointError, "lacks"),
         (
             {"model_type": "gpt_oss"},

@@ -22,7 +22,7 @@ from tests.parallel.test_tensor_parallel import CROWDED, Results
 pytestmark = pytest.mark.slow
 
 # each group starts ranks of its own, so that tests do not do the same twice where several processes share them
-NUM_GROUPS = 4 if IS_FULL else 2
+NUM_GROUPS = 4 if IS_FULL else 1
 ON_TWO = ALL if IS_FULL else chosen(0, 1)
 ON_FOUR = ALL if IS_FULL else chosen(1, 1)[::5]
 SHORT, LONG, TEXTS = prompts(60, (10, 11), seed=2), {"max_tokens": 45}, prompts(60, (30, 25, 20), seed=1)

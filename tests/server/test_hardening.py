@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -16,6 +17,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
+from specmamba.core import OutputDelta
 from specmamba.server.http.guards import is_allowed_origin
 from specmamba.server.http.limits import MAX_VALUES, LimitBody, LimitCalls, give_back_memory, too_many_values
 from specmamba.server.observe.logs import TextFormatter
@@ -179,9 +181,22 @@ def test_allowed_origins_of_changes(headers: dict[str, str], allowed: tuple[str,
 # ---- time-outs -------------------------------------------------------------------------------------------------------
 
 
+class HeldEngine(FakeEngine):
+    """Takes no step before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def step(self) -> list[OutputDelta]:
+        self.may_go_on.wait(60)
+        return super().step()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_waits_too_long(stream: bool) -> None:
-    with serving(FakeEngine(step_s=0.5), queue_timeout=0.1) as served, ThreadPoolExecutor() as pool:
+    engine = HeldEngine()
+    with serving(engine, queue_timeout=0.1) as served, ThreadPoolExecutor() as pool:
         first, second = [pool.submit(served.complete, **GOOD, stream=stream) for _ in range(2)]
         for answer in (first.result(), second.result()):  # one waits for its step, one to be taken at all
             if stream and answer.status_code == 200:
@@ -191,13 +206,14 @@ def test_a_request_that_waits_too_long(stream: bool) -> None:
                 assert answer.headers["retry-after"] == "1"
             assert error["code"] == "queue_timeout"
             assert "--queue-timeout" in error["message"]
+        engine.may_go_on.set()
         wait_until(lambda: not served.engine.running)
         wait_until(lambda: "requests_total" in served.http.get("/metrics").text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long(stream: bool) -> None:
-    with serving(FakeEngine(step_s=0.02, chunk=1), request_timeout=0.3) as served:
+    with serving(FakeEngine(step_s=0.1, chunk=1), request_timeout=1.5) as served:
         answer = served.complete(prompt=["x", "y"], max_tokens=70, stream=stream)
         if stream:
             *chunks, last = events(answer)
@@ -208,7 +224,7 @@ def test_an_answer_that_takes_too_long(stream: bool) -> None:
         else:
             error = error_of(answer, 504)
         assert error["code"] == "request_timeout"
-        assert "0.3 s (--request-timeout)" in error["message"]
+        assert "1.5 s (--request-timeout)" in error["message"]
         wait_until(lambda: not served.engine.running)
         assert len(served.engine.aborted) == 2
         assert served.complete(**GOOD).status_code == 200

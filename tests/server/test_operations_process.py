@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ config = ServerConfig(port=0, log_format="json")
 engines = []
 
 def build():
-    engines.append((FakeEngine(config, step_s=0.02, chunk=1), threading.get_ident()))
+    engines.append((FakeEngine(config, step_s=0.2, chunk=1), threading.get_ident()))
     return engines[0][0]
 
 def kill(*_):
@@ -148,13 +149,23 @@ def test_a_process_that_hangs_ends_in_time(margin: float, second: float, num_sig
             hung.kill()
 
 
+HUNG_STEP = """
+import time
+from pathlib import Path
+from specmamba.server import serve, shutdown_watch
+from tests.fake_engine import FakeEngine
+serve._HANG_TIMEOUT_S -= 8; shutdown_watch.MARGIN_S -= 8
+FakeEngine.step = lambda _: (Path({begun!r}).touch(), time.sleep(120))
+"""
+
+
 @pytest.mark.slow
-def test_a_step_that_hangs_ends_the_process_within_the_margin() -> None:
-    shorter = "serve._HANG_TIMEOUT_S -= 8; shutdown_watch.MARGIN_S -= 8\n"
-    script = f"from specmamba.server import serve, shutdown_watch\n{shorter}{FAKE}"
-    with process("-c", script.format(settings={"shutdown_timeout": 0.5}, script={"step_s": 120.0})) as server:
+def test_a_step_that_hangs_ends_the_process_within_the_margin(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    script = f"{HUNG_STEP}{FAKE}".format(begun=str(begun), settings={"shutdown_timeout": 0.5}, script={})
+    with process("-c", script) as server:
         running = Completion(server.url)
-        time.sleep(1)  # until it is in the step
+        wait_until(begun.exists)  # it is in the step
         server.process.send_signal(signal.SIGTERM)
         assert running.result().status_code == 500
         status, err = server.end()

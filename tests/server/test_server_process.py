@@ -121,14 +121,16 @@ def test_the_demo_served_through_the_openai_client() -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
-    with fake_process({"step_s": 0.02, "chunk": 1}) as server:
+def test_a_signal_lets_running_requests_finish(number: signal.Signals, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with fake_process({"step_s": 0.01, "chunk": 1, "gate": str(gate)}) as server:
         running = [Completion(server.url), Completion(server.url, stream=True)]
         wait_until(lambda: num_running(server.url) == 2)
         server.process.send_signal(number)
         wait_until(lambda: httpx.get(f"{server.url}/health").json() == {"status": "draining"})
         refusal = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
         assert refusal.status_code == 503
+        gate.touch()
         whole, streamed = (completion.result() for completion in running)
         assert whole.json()["usage"]["completion_tokens"] == 60
         assert '"finish_reason":"length"' in streamed.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,26 @@ def test_texts_are_the_same_whatever_happens_to_the_prefill_server(tmp_path: Pat
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             return answer["choices"][0]["text"], cached
 
-        def hand_over(salt: str) -> Any:
-            return ask(decode.url, salt, bootstrap_room=next(rooms), bootstrap_host="127.0.0.1")
+        def hand_over(salt: str, room: int) -> Any:
+            return ask(decode.url, salt, bootstrap_room=room, bootstrap_host="127.0.0.1")
+
+        def failures() -> Counter[str]:
+            return Counter(httpx.get(f"{decode.url}/server_info").json()["stats"]["handoffs"]["failures"])
 
         expected, _ = ask(prefill.url, "alone")
-        ask(prefill.url, "runs", bootstrap_room=1)
-        text, num_cached = hand_over("runs")
-        assert text == expected
-        assert num_cached > 0
+        for room in rooms:  # a machine that stands still for the two seconds of a request makes it miss
+            ask(prefill.url, f"runs {room}", bootstrap_room=room)
+            text, num_cached = hand_over(f"runs {room}", room)
+            assert text == expected
+            if num_cached > 0:
+                break
+            assert room < 5
+        before = failures()
         prefill.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        assert hand_over("stopped") == (expected, 0)
+        assert hand_over("stopped", next(rooms)) == (expected, 0)
         assert time.monotonic() - began > 2
         prefill.process.kill()
         prefill.process.wait(60)
-        assert hand_over("killed") == (expected, 0)
-        failures = httpx.get(f"{decode.url}/server_info").json()["stats"]["handoffs"]["failures"]
-        assert {name: count for name, count in failures.items() if count} == {"slow": 1, "unreachable": 1}
+        assert hand_over("killed", next(rooms)) == (expected, 0)
+        assert failures() - before == {"slow": 1, "unreachable": 1}

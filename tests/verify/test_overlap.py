@@ -320,19 +320,23 @@ def test_what_clients_do_takes_no_time_from_the_device() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     with deferred(engine, lambda: pauses[-1]):
         run(engine, [("a", [5, 6], params)])
-        typical = list[float]()
-        for pause in (0.0, work):
-            pauses.append(pause)
-            engine.add_request("b", [5, 6], params)
-            engine.step()
-            took = list[float]()
-            while engine.has_unfinished_requests:
-                began = time.perf_counter()
+        for attempt in range(4):  # where something else takes the cores, some steps wait for those
+            typical = list[float]()
+            for pause in (0.0, work):
+                pauses.append(pause)
+                engine.add_request(f"b{attempt}", [5, 6], params)
                 engine.step()
-                time.sleep(work)
-                took.append(time.perf_counter() - began)
-            typical.append(median(took))  # a pause of the machine is in one step
-    assert work <= typical[1] < typical[0] + 0.7 * work
+                took = list[float]()
+                while engine.has_unfinished_requests:
+                    began = time.perf_counter()
+                    engine.step()
+                    time.sleep(work)
+                    took.append(time.perf_counter() - began)
+                typical.append(median(took))  # a pause of the machine is in one step
+            assert work <= typical[1]
+            if typical[1] < typical[0] + 0.7 * work:
+                break
+    assert typical[1] < typical[0] + 0.7 * work
     engine.close()
 
 

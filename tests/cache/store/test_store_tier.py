@@ -291,10 +291,10 @@ def test_a_master_that_is_gone_costs_misses_and_writes(
 def test_a_store_that_hangs_delays_one_request(
     new_tier: NewTier, memory: StoreMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (threaded_tier, tier_module, store_tier):
-        monkeypatch.setattr(module, "MAX_LOAD_S", 0.05)
     tier = new_tier()
     stored(tier, TEXT[:50])
+    for module in (threaded_tier, tier_module, store_tier):
+        monkeypatch.setattr(module, "MAX_LOAD_S", 0.05)
     memory.answers.clear()
     asked = tier.look(hash_of(LONG))
     assert asked is not None

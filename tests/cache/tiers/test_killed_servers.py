@@ -17,11 +17,12 @@ from specmamba.cache.tiers.tier_command import main as cache_command
 from tests.cache.test_disk_exact import new_llm, run, stats, tiers
 from tests.cache.test_prefix_exact import check_pools
 from tests.fake_engine import wait_until
+from tests.pairwise import IS_FULL
 from tests.processes import Lines
 
 pytestmark = pytest.mark.slow
 Tokens = tuple[int, ...]
-NUM_KILLS = 20
+NUM_KILLS = 20 if IS_FULL else 12
 LINE_TIMEOUT_S = 240.0  # for all that an engine answers, beside others on a busy machine
 
 # Answers texts over and over, from disk where they are there, and ends with 7 when a text is wrong. Its disk is slow,
@@ -127,7 +128,7 @@ def wait_for_files(folder: Path, before: set[str], count: int) -> None:
 
 @pytest.mark.long
 def test_engines_that_are_killed_while_they_write(texts: list[tuple[Tokens, Tokens]], tmp_path: Path) -> None:
-    """At twenty random moments; each engine finds what those before it have left, and a part of it is removed."""
+    """At random moments; each engine finds what those before it have left, and a part of it is removed."""
     folder, draw, num_begun = tmp_path / "prefixes", random.Random(5), 0
     with Engines(folder, texts) as engines:
         for moment in range(NUM_KILLS):

@@ -17,11 +17,12 @@ from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from tests.engine.test_engine import assert_idle
 from tests.fake_engine import Served, serving, wait_until
+from tests.pairwise import IS_FULL
 from tests.server.fuzz.requests import FuzzedRequest, fuzzed_request
 
 pytestmark = pytest.mark.slow
 
-SEED, NUM_REQUESTS, NUM_CLIENTS = 0, 5000, 4
+SEED, NUM_REQUESTS, NUM_CLIENTS = 0, 5000 if IS_FULL else 3000, 4
 MAX_MESSAGE = 2000  # characters of an error's message
 SETTINGS = EngineConfig(
     dtype="float32",
