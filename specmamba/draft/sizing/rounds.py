@@ -1,4 +1,4 @@
-"""Values of the sizer: bounds, the requests of a step, rounds of steps, and what has been decided since the start."""
+"""Values of the sizer: bounds, what a step drafts, its requests, rounds of steps, and what has been decided so far."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.kernels.draft_sizing import Ints
 
 TimedStep = tuple[float, int]  # seconds of a step, and its nodes of all requests
 MOST_SLOWER = 6.0  # a step than the median of its round; what takes longer was held up by something else
+PROBED_NODES = 2  # of a request, the root included
 WARM_STEPS, WARM_SECONDS = 4, 0.008  # of a warm-up: whichever comes first
 
 
@@ -30,6 +31,29 @@ class Bounds:
         """The candidates of the first child of the root, of its first child and so on, as far as trees are large."""
         depths = range(1, min(self.num_steps, self.max_nodes - 1) + 1)
         return np.array([int(np.flatnonzero(self.depths == depth)[0]) for depth in depths], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSize:
+    """What a step drafts."""
+
+    depth: int  # 0: nothing
+    is_chain: bool = False  # a whole chain for every request, without a choice
+    drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
+    is_probe: bool = False
+    learns: bool = (
+        True  # the drafter's probabilities are judged by the result; False: the host counts what a chain brings
+    )
+
+    def places(self, num_rows: int) -> Ints:
+        """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
+        if self.drafted is None:
+            return np.arange(num_rows)
+        found: Ints = np.maximum(np.cumsum(self.drafted) - 1, 0)
+        return found
+
+
+NOTHING = DraftSize(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +83,11 @@ class Round:
     num_counted: int = 0  # steps that are in the figures
     drafted: list[float] = field(default_factory=list)  # seconds of usual steps that drafted
     drafted_tokens: int = 0  # of them
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Depth and form of its steps, on which their times depend."""
+        return self.size.depth, self.size.is_chain
 
     def note(self, seconds: float, decided: Sequence[Sequence[int]]) -> None:
         """Count a usual step that drafted."""

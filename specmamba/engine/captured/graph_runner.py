@@ -18,7 +18,7 @@ from specmamba.cuda_graphs import GraphReplay, NextPart, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.rounds import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured.step_inputs import NEW, StepInputs
 from specmamba.engine.captured.step_kind import (

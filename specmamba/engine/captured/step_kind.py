@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from specmamba.draft.drafter import HostPendingTokens
+from specmamba.draft.sizing.rounds import PROBED_NODES
 from specmamba.kernels.draft_sizing import Chosen
 from specmamba.sampling_params import MAX_LOGPROBS, AcceptRule, SamplingParams
 
 LOGPROBS = 0, 5, MAX_LOGPROBS  # likeliest tokens that captured steps list
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # nodes of the largest chosen tree, padded, on a GPU
-PROBED_NODES = 2  # of a request, the root included
 
 
 class Sampling(NamedTuple):
