@@ -394,7 +394,7 @@ def test_decisions_last_longer_where_nothing_asks_for_a_change() -> None:
     assert schedule.next(ANY)[1] == SHORT_ROUND
     off = off_steps(40)
     off.tries.account.until["other"] = off.probes.until = 4000
-    off._probe_interval = 4000
+    off.probes.interval = 4000
     assert off.next(ANY) == (DraftSize(0), LONG_ROUND)
 
 
@@ -482,7 +482,8 @@ def test_a_step_that_was_held_up_loses_little() -> None:
     size = SizedBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 4), lambda: 0)
     done = Round(size, (0,), DraftSize(2), 0, None)
     for seconds in (8.0, *[2.0] * 14, 1000.0):
-        done.note(seconds, [[1, 2]])
+        done.seconds.append(seconds)
+        done.decided.append([[1, 2]])
     assert (done.drafted_seconds, done.drafted_tokens) == (8.0 + 14 * 2.0 + MOST_SLOWER * 2.0, 32)
 
 

@@ -97,21 +97,22 @@ class ExpectedTokens:
         """Keep what became of chains as kept drafts of each request: shares that reached a node, of few steps each."""
         state, depth, places, batch = self.state, done.size.depth, self._chain_places, done.batch
         counts = np.array(done.num_accepted)  # [steps, B]
-        reached = counts[..., None] > np.arange(depth)  # [steps, B, depth]
-        self._learn_odds(batch.modes, reached.mean(0), len(counts))
-        firsts = np.arange(0, len(counts), STEPS_OF_DRAFT)
-        sizes = np.diff(firsts, append=len(counts))
-        shares = np.add.reduceat(reached, firsts, axis=0, dtype=float) / sizes[:, None, None]  # [G, B, depth]
-        shares = shares[-LENGTH:]
+        reached = (counts[..., None] > np.arange(depth)).astype(float)  # [steps, B, depth]
+        firsts = {mode: place for place, mode in reversed([*enumerate(batch.modes.tolist())])}  # row of each mode
+        for mode in firsts:
+            self._learn_odds(mode, reached if len(firsts) == 1 else reached[:, batch.modes == mode])
+        whole = len(reached) - len(reached) % STEPS_OF_DRAFT
+        shares = reached[:whole].reshape(-1, STEPS_OF_DRAFT, *reached.shape[1:]).mean(1)
+        shares = np.concatenate([shares, reached[whole:]])[-LENGTH:]  # [G, B, depth]
         values = np.zeros((*shares.shape[:2], len(state.depths)))
         values[..., places[:depth]] = shares[..., : len(places)]
-        below = np.cumprod(state.odds[batch.modes, depth : len(places), 0], axis=1)
-        values[..., places[depth:]] = shares[..., -1:] * below
+        if depth < len(places):
+            below = np.cumprod(state.odds[batch.modes, depth : len(places), 0], axis=1)
+            values[..., places[depth:]] = shares[..., -1:] * below
         numbers = (state.next_of_row[batch.rows] + np.arange(len(values))[:, None]) % LENGTH
         state.values_of_row[batch.rows, numbers] = values
         state.next_of_row[batch.rows] += len(values)
-        for mode in np.unique(batch.modes):
-            row = int(np.flatnonzero(batch.modes == mode)[0])
+        for mode, row in firsts.items():
             state.values_of_mode[mode, state.shared_of_mode[mode] % LENGTH] = values[-1, row]
             state.shared_of_mode[mode] += 1
 
@@ -130,17 +131,20 @@ class ExpectedTokens:
         self._num_forgotten += number
         return True
 
-    def _learn_odds(self, modes: Ints, shares: Floats, num_steps: int) -> None:
-        """Let shares [B, depth] of steps that reached a node of a chain move the mean odds of such nodes."""
-        for mode, reached in zip(modes, shares, strict=True):
-            odds, above = self.state.odds[mode, : len(reached), 0], np.concatenate([[1.0], reached[:-1]])
-            weight = WEIGHT_OF_ODDS * num_steps * above
-            odds += np.minimum(weight, 1.0) * (reached / np.maximum(above, 1e-9) - odds)
+    def _learn_odds(self, mode: int, reached: Floats) -> None:
+        """Let what reached a node of a chain, [steps, B, depth] of 0 or 1, move the mean odds of such nodes."""
+        num_steps, num_rows, depth = reached.shape
+        shares, odds = reached.mean((0, 1)), self.state.odds[mode, :depth, 0]
+        above = np.concatenate([[1.0], shares[:-1]])
+        weight = np.minimum(WEIGHT_OF_ODDS * num_steps * num_rows * above, 1.0)
+        odds += weight * (shares / np.maximum(above, 1e-9) - odds)
 
     def _emphasize(self, rows: Ints) -> None:
         """Let the own drafts of requests that have few of them stand for several of what was taken to be like them."""
         state, newest = self.state, self.state.next_of_row[rows]
         own, weight = newest - self._own_from[rows], min(len(rows), WEIGHT_OF_OWN)
+        if weight == 1 or own.min() >= LENGTH:
+            return
         for row, last, number in zip(rows.tolist(), newest.tolist(), own.tolist(), strict=True):
             if 0 < number < LENGTH:
                 others = np.arange(min(number * (weight - 1), LENGTH - number))
@@ -163,6 +167,7 @@ class Brought:
         """``num_steps``: D, of the deepest draft. Options are those of ``DraftSchedule``."""
         self._brought: Floats = np.zeros(2 * (num_steps + 1))  # faded sums over requests and steps, by option
         self._expected: Floats = np.zeros(2 * (num_steps + 1))
+        self._ratios: Floats | None = None  # by these sums
 
     def add(self, place: int, brought: float, expected: float) -> None:
         """Count some steps of an option: their tokens, and those that were expected."""
@@ -171,10 +176,16 @@ class Brought:
         fading = MOST_EXPECTED / max(float(self._expected[place]), MOST_EXPECTED)
         self._brought[place] *= fading
         self._expected[place] *= fading
+        self._ratios = None
 
     @property
     def ratios(self) -> Floats:
         """[2 (D + 1)], by option."""
+        if self._ratios is None:
+            self._ratios = self._made_ratios()
+        return self._ratios
+
+    def _made_ratios(self) -> Floats:
         brought, expected = self._brought.reshape(2, -1), self._expected.reshape(2, -1)  # by form
         of_form = (brought.sum(1, keepdims=True) + OF_FORM) / (expected.sum(1, keepdims=True) + OF_FORM)
         found: Floats = (brought + of_form * OF_OPTION) / (expected + OF_OPTION)

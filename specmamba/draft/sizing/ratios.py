@@ -63,11 +63,11 @@ class Ratios:
         self._settle()
         return self._means[0]
 
-    def error(self, parts: Sequence[Hashable]) -> float:
-        """Return the sum of the logarithms of some parts; of an unknown one it is 0."""
+    def errors(self, kinds: Sequence[tuple[Hashable, Hashable]]) -> Floats:
+        """Return the sum of the logarithms of a kind of steps and its bucket, for each pair; an unknown one is 0."""
         self._settle()
-        places = self._places
-        return sum([self._means[places[part]] for part in parts if part in places])
+        places, means = self._places, [*self._means, 0.0]
+        return np.array([means[places.get(kind, -1)] + means[places.get(bucket, -1)] for kind, bucket in kinds])
 
     def observe(self, kind: Hashable, bucket: Hashable, ratio: float, num_steps: int) -> None:
         """Learn from some steps in a row.

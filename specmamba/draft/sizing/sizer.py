@@ -90,7 +90,7 @@ class DraftSizer:
         now = self._round
         if now is None or now.num_left <= 0 or now.rows != rows or now.forced != self.forced:
             return None
-        if len(now.decided) >= HEARD_STEPS:
+        if len(now.decided) >= HEARD_STEPS and not now.size.depth:
             began = time.perf_counter()
             is_heard = self._hear(now)
             self._figures.decision_seconds += time.perf_counter() - began
@@ -169,18 +169,17 @@ class DraftSizer:
         self.last_seconds = seconds
         self.times_rest = now.num_left % REST_INTERVAL == 0
         now.seconds.append(seconds)
-        size, num_nodes = now.size, self._choice.num_nodes
+        now.decided.append(decided)
+        size = now.size
         if not size.depth:
-            now.decided.append(decided)
             return
-        if seconds is not None:
-            now.note(seconds, decided)
-            if size.is_probe:
-                self.times.learn_probe(len(now.rows), seconds)
+        offer = self._choice.offer
         if not size.is_chain:
-            now.num_nodes.append(len(now.rows) if num_nodes is None else num_nodes)
-        elif num_nodes is None and num_accepted is not None:
+            now.num_nodes.append(len(now.rows) if offer is None else offer.written.num_nodes)
+        elif offer is None and num_accepted is not None:
             now.num_accepted.append(num_accepted)
+        if size.is_probe and seconds is not None:
+            self.times.learn_probe(len(now.rows), seconds)
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
@@ -214,7 +213,7 @@ class DraftSizer:
         self.schedule.passed(len(done.seconds), len(steps))
         if done.drafted and len(done.rows) == self.times.num_requests:
             self._learn_gains(done)
-        if done.decided:
+        if done.decided and not done.size.depth:
             self._hear(done)
         if steps:
             predicted, measured = self.times.learn(done, steps)

@@ -25,26 +25,21 @@ class TreeChoice:
         self._drafted = Drafted(len(trees.num_nodes), len(state.depths), trees)
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
-        self._offer: Offer | None = None  # of the planned step
+        self.offer: Offer | None = None  # of the planned step; None: nothing is chosen in it
         self._arranged: Offer | None = None  # by the rules of the present round
         self._round: Round | None = None
         self._seconds: Floats = np.zeros(1)
         self.learns_on_host = False  # ``learn`` follows the planned step
 
-    @property
-    def num_nodes(self) -> int | None:
-        """Nodes of the newest trees of all requests; None: none were chosen in the planned step."""
-        return None if self._offer is None else int(self._offer.written.num_nodes)
-
     def begin(self, now: Round, seconds: Floats) -> None:
         """Begin a round, whose steps take so many ``seconds`` [T + 1] by their nodes."""
         self._round, self._seconds = now, seconds
-        self._offer = self._arranged = None
+        self.offer = self._arranged = None
         self.learns_on_host = False
 
     def prepare(self, key: Hashable, padded_size: int) -> None:
         """As ``DraftSizer.prepare``."""
-        offer = self._offer = self._offers.get(key)
+        offer = self.offer = self._offers.get(key)
         if offer is not None and offer is not self._arranged:
             self._set_rules(offer, padded_size)
             draft_sizing.arrange(self._state, self._drafted, offer)
@@ -57,14 +52,14 @@ class TreeChoice:
         size = self._round.size
         offer = Offer(*columns, len(self._round.rows), padded_size, size.depth, self._seconds)
         self._set_rules(offer, padded_size)
-        self._offer, self.learns_on_host = offer, key is None
+        self.offer, self.learns_on_host = offer, key is None
         if key is not None:
             self._offers[key] = offer
         return draft_sizing.choose(self._state, self._drafted, offer)
 
     def learn(self, paths: Ints, num_accepted: Ints, key: Hashable = None) -> None:
         """As ``DraftSizer.learn``, or ``learn_in_step`` where there is a key."""
-        offer = self._offer if key is None else self._offers[key]
+        offer = self.offer if key is None else self._offers[key]
         assert offer is not None
         draft_sizing.learn(self._state, self._drafted, offer, paths, num_accepted)
 
