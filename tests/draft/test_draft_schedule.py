@@ -11,13 +11,11 @@ from specmamba.draft.sizing import tries as tries_module
 from specmamba.draft.sizing.allowance import AT_FIRST, LEAST, MOST, OVERDRAFT, SHARE, Allowance
 from specmamba.draft.sizing.repeats import LONGEST_START, Repeats
 from specmamba.draft.sizing.rounds import MOST_SLOWER, DraftSize, Round, SizedBatch
-from specmamba.draft.sizing.schedule import CALM_ROUND, LAST_PROBE, LONG_ROUND, ROUND, DraftSchedule
+from specmamba.draft.sizing.schedule import CALM_ROUND, LAST_PROBE, LONG_ROUND, ROUND, STEPS_OF_NEWS, DraftSchedule
 from specmamba.draft.sizing.tries import (
-    LONGEST_WAIT,
     MOST_INTERVAL,
     SETTLING_STEPS,
     SHORT_ROUND,
-    STEPS_OF_NEWS,
     TIMED_STEPS,
 )
 
@@ -99,20 +97,9 @@ def test_one_look_ends_drafts_of_several_new_requests(num_requests: int) -> None
     assert schedule.depth == (0 if num_requests > 1 else 2)
     schedule.judge(rates(10, 11, 12, 30), SHORT_ROUND - 1)
     assert schedule.depth != 3
-
-
-def test_tries_wait_for_a_batch_that_begins_where_nothing_is_drafted() -> None:
-    def next_try(schedule: DraftSchedule) -> int:
-        sizes = steps_of(schedule, 2 * LONGEST_WAIT)
-        return next(i for i, size in enumerate(sizes) if size.depth and not size.is_probe)
-
-    off = later(rates(10, 9, 8, 7))
-    off.tries.account.until["other"] = 0
-    assert LONGEST_WAIT <= next_try(off) < LONGEST_WAIT + LONG_ROUND
-    off = later(rates(10, 9, 8, 7))
-    off.tries.account.until["other"] = 0
-    off.restart(rates(10, 9, 8, 7), 8)
-    assert next_try(off) <= STEPS_OF_NEWS
+    schedule.restart(rates(10, 12, 14, 12), num_requests)
+    schedule.judge(rates(10, 20, 14, 12), SHORT_ROUND)
+    assert schedule.depth == 2  # less depth is no end: it takes two looks
 
 
 def test_a_small_gain_changes_nothing() -> None:

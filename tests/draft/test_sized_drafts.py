@@ -288,7 +288,9 @@ def test_captured_steps_learn_what_direct_ones_do() -> None:
     assert captured.figures.num_nodes == direct.figures.num_nodes
     assert captured.figures.num_nodes > captured.figures.num_requests  # some nodes were chosen
     for name in ("weights", "offsets", "counts", "bins", "odds", "values_of_row", "next_of_row"):
-        np.testing.assert_allclose(getattr(captured.expected.state, name), getattr(direct.expected.state, name), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            getattr(captured.expected.state, name), getattr(direct.expected.state, name), rtol=1e-3, atol=1e-4
+        )
 
 
 def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:

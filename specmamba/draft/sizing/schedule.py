@@ -1,7 +1,7 @@
 """What the next steps draft: the present depth and form of drafts, probes while nothing is drafted, and tries.
 
 A draft is made deeper, or shallower, when two looks in a row ask for it, by a predicted gain of 3 % where both draft;
-looks are 8 steps or more apart. Drafts of several requests that began a short while ago get shallower at once.
+looks are 8 steps or more apart. Drafts of several requests that began a short while ago can end at once.
 When the number of requests changes, drafts change at once. Below a gain of 2 % over plain decoding nothing is drafted.
 Then a quarter of the requests at the most is drafted for at depth 1 now and then, at intervals that double, so that it
 is seen when drafts pay again. ``Tries`` says when other options are tried.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from specmamba.draft.sizing.rounds import NOTHING, DraftSize
-from specmamba.draft.sizing.tries import SHORT_ROUND, STEPS_OF_NEWS, Present, Tries
+from specmamba.draft.sizing.tries import SHORT_ROUND, Present, Tries
 from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
+STEPS_OF_NEWS = 32  # of a batch of several requests that began, which are looked at often
 FIRST_PROBE, LAST_PROBE = 8, 1024  # steps between two probes
 LONG_INTERVAL = 32  # between probes, from which on decisions are rarer: drafts have not paid for long, or are dear
 SHARE_OF_PROBES = 0.005  # of the time of all steps, at the most, from the first interval on
@@ -87,7 +88,7 @@ class DraftSchedule:
             return
         is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
         self._wish, self._wish_age = depth, self._wish_age + num_steps if is_same else 1
-        if (self._is_new and not is_raise) or self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
+        if (self._is_new and not depth) or self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
             self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
             self.tries.heed()
 

@@ -28,8 +28,6 @@ TIMED_STEPS, MOST_TRIED_STEPS = 6, 24  # of a try: it ends when so many steps we
 SHORT_ROUND, MOST_FOLLOW_UPS, GAIN_OF_FOLLOW_UP = 8, 4, 1.05
 # a share of repeated tokens that leads to a try; how much more the next one needs; steps between two that do not pay
 LEAST_REPEATED, MORE_REPEATED, FIRST_ALARM, LAST_ALARM = 0.3, 0.15, 32, 1024
-LONGEST_WAIT = 384  # steps that a try is put off until a batch begins, of which drafters have missed nothing yet
-STEPS_OF_NEWS = 32  # of a batch that began, which are looked at often
 HOPE, STEPS_OF_HOPE = 0.12, 48.0  # by how much options may be better than they are thought to be; it falls with steps
 MOST_SEEN = 4  # requests whose steps say more than those of one: their times are the same
 
@@ -179,7 +177,7 @@ class Tries:
         for kind, until in self.account.until.items():
             if until > (0 if now.is_settled else -LONGEST_DELAY):
                 continue
-            if kind == "other" and not (self.may_begin and self._is_time(now)):
+            if kind == "other" and not self.may_begin:
                 continue
             place = 0 if kind == "plain" else self._another(now)
             if place == now.place:
@@ -200,10 +198,6 @@ class Tries:
             account.until[kind] = FIRST_TRIES[kind]
         else:
             account.interval[kind] = account.until[kind] = min(2 * account.interval[kind], round(most))
-
-    def _is_time(self, now: Present) -> bool:
-        """Whether another option can be tried now: where nothing is drafted, drafters run what they missed first."""
-        return now.place > 0 or self._is_alarmed or now.age <= STEPS_OF_NEWS or self.until_other <= -LONGEST_WAIT
 
     def _first_looks(self, now: Present) -> Ints:
         """Options that have not been looked at often enough."""
