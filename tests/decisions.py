@@ -7,8 +7,7 @@ import pytest
 
 from specmamba import LLM
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
-from specmamba.draft.sizing.rounds import SizedBatch
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.rounds import DraftSize, SizedBatch
 from specmamba.engine import cost_measurement
 
 
@@ -27,8 +26,8 @@ def decide_at_random(llm: LLM, seed: int) -> None:
 
     def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
         sizer._predict(batch)
-        shape = sizer._seconds.shape
-        sizer._seconds = 1 + np.cumsum(rng.random(shape) * rng.choice([0.05, 0.5]), axis=1)
+        shape = sizer.times.trees.shape
+        sizer.times.trees = 1 + np.cumsum(rng.random(shape) * rng.choice([0.05, 0.5]), axis=1)
         depth, drafted = int(rng.integers(0, sizer.bounds.num_steps + 1)), rng.random(len(batch.rows)) < 0.7
         number = int(rng.integers(1, 4))
         if depth == 0 or not drafted.any():

@@ -218,7 +218,7 @@ class Engine(BaseEngine):
         self.runner.sizer = sizer
         if not self.ranks.is_first:
             return []
-        sizer.costs, line = step_costs(self)
+        sizer.times.costs, line = step_costs(self)
         return [line]
 
     @property

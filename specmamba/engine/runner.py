@@ -20,8 +20,7 @@ from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, Pla
 from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.repeats import LONGEST_START
-from specmamba.draft.sizing.rounds import SizedBatch
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.rounds import DraftSize, SizedBatch
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured.captured_steps import capture_steps
 from specmamba.engine.captured.ending_rows import EndingRows

@@ -126,7 +126,7 @@ def _sizing_report(llm: LLM) -> dict[str, Any] | None:
                 "verify_ms": _in_ms(times.verifies),
                 "chain_step_ms": _in_ms(times.chains),
             }
-            for size, times in sizer.costs.times.items()
+            for size, times in sizer.times.costs.times.items()
         },
     }
 

@@ -18,8 +18,7 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch
 from specmamba.draft.blocks import BlockDrafter
 from specmamba.draft.draft_plan import plan_drafts
-from specmamba.draft.sizing.rounds import SizedBatch
-from specmamba.draft.sizing.schedule import NOTHING, DraftSize
+from specmamba.draft.sizing.rounds import NOTHING, DraftSize, SizedBatch
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from tests.blocks import BLOCK, READS, BlockFiles, BlockReference, save_block_head, write_block_head

@@ -7,21 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specmamba.draft.sizing import schedule as schedule_module
+from specmamba.draft.sizing import tries as tries_module
 from specmamba.draft.sizing.allowance import AT_FIRST, LEAST, MOST, OVERDRAFT, SHARE, Allowance
 from specmamba.draft.sizing.repeats import LONGEST_START, Repeats
-from specmamba.draft.sizing.rounds import MOST_SLOWER, Round, SizedBatch
-from specmamba.draft.sizing.schedule import (
-    CALM_ROUND,
-    LAST_PROBE,
-    LONG_ROUND,
+from specmamba.draft.sizing.rounds import MOST_SLOWER, DraftSize, Round, SizedBatch
+from specmamba.draft.sizing.schedule import CALM_ROUND, LAST_PROBE, LONG_ROUND, ROUND, STEPS_OF_NEWS, DraftSchedule
+from specmamba.draft.sizing.tries import (
     MOST_INTERVAL,
-    ROUND,
     SETTLING_STEPS,
     SHORT_ROUND,
     TIMED_STEPS,
-    DraftSchedule,
-    DraftSize,
 )
 
 NUM_STEPS = 3
@@ -32,7 +27,7 @@ LOOP = [7, 8, 9, 10]
 @pytest.fixture(autouse=True)
 def _no_hope(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are what they are thought to be; tests of hopes say otherwise."""
-    monkeypatch.setattr(schedule_module, "HOPE", 0.0)
+    monkeypatch.setattr(tries_module, "HOPE", 0.0)
 
 
 def rates(*of_depth: float, chains: tuple[float, ...] = ()) -> np.ndarray:
@@ -50,6 +45,14 @@ def steps_of(schedule: DraftSchedule, number: int) -> list[DraftSize]:
     return sizes
 
 
+def later(found: np.ndarray) -> DraftSchedule:
+    """A schedule with these rates in a batch that began long ago."""
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(found, 8)
+    schedule.passed(STEPS_OF_NEWS + 1, 0)
+    return schedule
+
+
 def test_the_best_option_is_taken_at_once_for_another_batch() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 14, 12), 8)
@@ -62,8 +65,8 @@ def test_the_best_option_is_taken_at_once_for_another_batch() -> None:
 
 @pytest.mark.parametrize(("better", "num_steps"), [(3, 8), (1, 3)])
 def test_a_change_waits_until_the_gain_has_lasted(better: int, num_steps: int) -> None:
-    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 12, 14, 12)
-    schedule.restart(found, 8)
+    found = rates(10, 12, 14, 12)
+    schedule = later(found)
     found[better] = 100
     for _ in range(num_steps - 1):
         schedule.judge(found, 1)
@@ -74,14 +77,29 @@ def test_a_change_waits_until_the_gain_has_lasted(better: int, num_steps: int) -
 
 def test_one_look_changes_nothing() -> None:
     """The steps before a look have not shown what it shows."""
-    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 12, 14, 12)
-    schedule.restart(found, 8)
+    found = rates(10, 12, 14, 12)
+    schedule = later(found)
     found[1] = 100
     schedule.judge(found, 16)
     assert schedule.depth == 2
     assert schedule.next(ANY)[1] == SHORT_ROUND  # the next decision comes soon
     schedule.judge(found, 4)
     assert schedule.depth == 1
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_one_look_ends_drafts_of_several_new_requests(num_requests: int) -> None:
+    """What is said by one of them is said by few steps."""
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 12, 14, 12), num_requests)
+    assert schedule.next(ANY)[1] == (SHORT_ROUND if num_requests > 1 else ROUND)
+    schedule.judge(rates(10, 8, 7, 6), SHORT_ROUND)
+    assert schedule.depth == (0 if num_requests > 1 else 2)
+    schedule.judge(rates(10, 11, 12, 30), SHORT_ROUND - 1)
+    assert schedule.depth != 3
+    schedule.restart(rates(10, 12, 14, 12), num_requests)
+    schedule.judge(rates(10, 20, 14, 12), SHORT_ROUND)
+    assert schedule.depth == 2  # less depth is no end: it takes two looks
 
 
 def test_a_small_gain_changes_nothing() -> None:
@@ -125,30 +143,30 @@ def test_other_requests_are_probed_soon() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 9, 8, 7), 8)
     steps_of(schedule, 500)
-    schedule._until_probe = 200
+    schedule.probes.until = 200
     batch = np.full(3, NUM_STEPS)
     for _ in range(3):
         schedule.next(batch)
-        assert schedule._until_probe == 200
+        assert schedule.probes.until == 200
         schedule.begin()
     schedule.next(batch)
-    assert schedule._until_probe == 8
+    assert schedule.probes.until == 8
 
 
 def test_a_batch_that_grows_is_probed_once() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 9, 8, 7), 8)
     steps_of(schedule, 500)
-    schedule._until_probe = 200
+    schedule.probes.until = 200
     for size in range(1, 5):
         schedule.begin()
         schedule.restart(rates(10, 9, 8, 7), 8)
         schedule.next(np.full(size, NUM_STEPS))
         schedule.passed(1, 0)
-    assert schedule._until_probe > 8
+    assert schedule.probes.until > 8
     schedule.passed(SETTLING_STEPS, SETTLING_STEPS)
     schedule.next(np.full(4, NUM_STEPS))
-    assert schedule._until_probe == 8
+    assert schedule.probes.until == 8
 
 
 @pytest.mark.parametrize(
@@ -192,11 +210,11 @@ def test_every_option_gets_some_tries_unless_it_is_thought_hopeless() -> None:
     tried = [(size.depth, size.is_chain) for size in steps_of(schedule, 20_000) if size.depth]
     assert {(2, False), (1, True), (3, True)} <= set(tried)
     assert not {(1, False), (2, True)} & set(tried)  # below 0.6 of the best
-    first = schedule._tries.looks.copy()
+    first = schedule.tries.account.looks.copy()
     steps_of(schedule, 20_000)
-    assert [*np.flatnonzero(schedule._tries.looks > first)] == [0, 7]  # plain steps, and the option that is near
+    assert [*np.flatnonzero(schedule.tries.account.looks > first)] == [0, 7]  # plain steps, and the option that is near
     schedule.restart(rates(10, 11, 14, 20, chains=(13, 11, 19.5)), 2)
-    assert not schedule._tries.looks.any()  # times of other numbers of requests are others
+    assert not schedule.tries.account.looks.any()  # times of other numbers of requests are others
 
 
 def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
@@ -266,7 +284,7 @@ def test_a_try_lasts_until_enough_of_its_steps_were_timed() -> None:
         schedule.passed(count, timed)
         counts.append(count)
     assert counts == [8, TIMED_STEPS, 1, 1]
-    assert schedule._tries.looks[0] == 1
+    assert schedule.tries.account.looks[0] == 1
     assert schedule.next(ANY)[0].depth
     while schedule.next(ANY)[0].depth:
         schedule.passed(1, 1)
@@ -275,7 +293,7 @@ def test_a_try_lasts_until_enough_of_its_steps_were_timed() -> None:
         schedule.passed(1, 0)
         untimed += 1
     assert untimed == 24
-    assert schedule._tries.looks[0] == 1  # nothing was seen
+    assert schedule.tries.account.looks[0] == 1  # nothing was seen
 
 
 def off_steps(num_steps: int) -> DraftSchedule:
@@ -332,13 +350,13 @@ def test_a_try_that_seems_to_pay_does_not_go_on_forever() -> None:
 
 def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -> None:
     schedule = off_steps(40)
-    schedule._tries.until["other"] = schedule._until_probe = 4000
+    schedule.tries.account.until["other"] = schedule.probes.until = 4000
     schedule.hear(0.29, 16)
     assert not schedule.next(ANY)[0].depth
     schedule.hear(0.31, 16)
     assert schedule.next(ANY)[0] == DraftSize(2)
     steps_of(schedule, 24)
-    schedule._tries.until["other"] = schedule._until_probe = 4000
+    schedule.tries.account.until["other"] = schedule.probes.until = 4000
     schedule.hear(0.44, 64)  # not much more
     assert not schedule.next(ANY)[0].depth
     schedule.hear(0.47, 16)
@@ -347,42 +365,41 @@ def test_text_that_begins_to_repeat_itself_leads_to_a_try_of_the_best_option() -
 
 def test_what_hears_repeats_is_told_whether_a_try_is_due() -> None:
     schedule = off_steps(40)
-    schedule._tries.until["other"] = schedule._until_probe = 4000
+    schedule.tries.account.until["other"] = schedule.probes.until = 4000
     assert not schedule.hear(0.29, 16)
     assert schedule.hear(0.31, 16)
     assert not schedule.hear(0.9, 16)  # too soon behind the other one
 
 
 def test_decisions_last_longer_where_nothing_asks_for_a_change() -> None:
-    schedule = DraftSchedule(NUM_STEPS)
-    schedule.restart(rates(10, 11, 14, 12), 8)
-    schedule._tries.until = dict.fromkeys(schedule._tries.until, 4000)
+    schedule = later(rates(10, 11, 14, 12))
+    schedule.tries.account.until = dict.fromkeys(schedule.tries.account.until, 4000)
     assert schedule.next(ANY)[1] == ROUND
     schedule.judge(rates(10, 11, 14, 12), ROUND)
     assert schedule.next(ANY)[1] == CALM_ROUND
     schedule.judge(rates(10, 11, 14, 100), ROUND)
     assert schedule.next(ANY)[1] == SHORT_ROUND
     off = off_steps(40)
-    off._tries.until["other"] = off._until_probe = 4000
-    off._probe_interval = 4000
+    off.tries.account.until["other"] = off.probes.until = 4000
+    off.probes.interval = 4000
     assert off.next(ANY) == (DraftSize(0), LONG_ROUND)
 
 
 def test_tries_of_repeated_text_that_do_not_pay_become_rare() -> None:
     schedule, num_tries = off_steps(40), 0
     for i in range(1000):
-        schedule._tries.until["other"] = 4000
+        schedule.tries.account.until["other"] = 4000
         schedule.hear(i % 2, 16)  # 16,000 steps
-        num_tries += schedule._tries.until["other"] == 0
+        num_tries += schedule.tries.account.until["other"] == 0
     assert 10 < num_tries < 30
 
 
 def test_repeated_text_changes_nothing_while_drafts_are_on() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 14, 12), 8)
-    before = dict(schedule._tries.until)
+    before = dict(schedule.tries.account.until)
     schedule.hear(1.0, 16)
-    assert schedule._tries.until == before
+    assert schedule.tries.account.until == before
 
 
 def lossy_steps(schedule: DraftSchedule, of_plain: float, number: int) -> tuple[float, int]:
@@ -414,7 +431,7 @@ def test_drafts_that_pay_are_never_stopped_and_their_gains_are_not_kept_for_long
     schedule.restart(rates(10, 12, 14, 8), 8)
     lossy_steps(schedule, 0.7, 5000)
     assert schedule.depth == 2
-    assert schedule._tries.allowance.left <= MOST
+    assert schedule.tries.account.allowance.left <= MOST
     lost, _ = lossy_steps(schedule, 2.0, 2000)
     assert lost <= MOST + OVERDRAFT + 0.0075 * 2000 + ROUND + 3 * SHORT_ROUND
     assert schedule.depth == 0
@@ -433,7 +450,7 @@ def test_text_that_repeats_itself_is_tried_though_nothing_is_left() -> None:
     schedule = off_steps(300)
     schedule.charge(AT_FIRST + MOST, 0, 1.0)
     assert not any(size.depth for size in steps_of(schedule, 100))
-    schedule._tries.allowance.left = -1.0
+    schedule.tries.account.allowance.left = -1.0
     assert not any(size.depth for size in steps_of(schedule, 100))
     schedule.hear(0.6, 64)
     assert schedule.next(ANY)[0].depth
@@ -452,7 +469,8 @@ def test_a_step_that_was_held_up_loses_little() -> None:
     size = SizedBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 4), lambda: 0)
     done = Round(size, (0,), DraftSize(2), 0, None)
     for seconds in (8.0, *[2.0] * 14, 1000.0):
-        done.note(seconds, [[1, 2]])
+        done.seconds.append(seconds)
+        done.decided.append([[1, 2]])
     assert (done.drafted_seconds, done.drafted_tokens) == (8.0 + 14 * 2.0 + MOST_SLOWER * 2.0, 32)
 
 
@@ -493,7 +511,7 @@ def test_rows_are_apart_and_another_request_starts_anew() -> None:
 
 
 def test_what_was_seen_little_is_hoped_to_be_better_and_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    monkeypatch.setattr(tries_module, "HOPE", 0.12)
     schedule, found = DraftSchedule(NUM_STEPS), rates(10, 11, 14, 13)
     schedule.restart(found, 1)
     assert schedule.depth == 2
@@ -513,7 +531,7 @@ def test_drafts_made_out_of_hope_are_said_to_be_judged(monkeypatch: pytest.Monke
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 9.5, 9, 8), 1)
     assert schedule.reason(1) == "off: drafts are predicted to gain -5 % at the best, depth 1, with 1 request"
-    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    monkeypatch.setattr(tries_module, "HOPE", 0.12)
     schedule.restart(rates(10, 9.5, 9, 8), 1)
     assert schedule.reason(1) == "drafts of depth 1 are being judged with 1 request"
     schedule.restart(rates(10, 11, 9, 8), 1)
@@ -521,11 +539,11 @@ def test_drafts_made_out_of_hope_are_said_to_be_judged(monkeypatch: pytest.Monke
 
 
 def test_hopes_of_many_requests_fall_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_module, "HOPE", 0.12)
+    monkeypatch.setattr(tries_module, "HOPE", 0.12)
     hopes = []
     for size in (1, 2, 8):
         schedule = DraftSchedule(NUM_STEPS)
         schedule.restart(rates(10, 11, 14, 13), size)
         schedule.passed(48, 48)
-        hopes.append(float(schedule._hopes[2] / schedule.gains[2]) - 1.0)
+        hopes.append(float(schedule.tries.hopes(schedule.gains)[2] / schedule.gains[2]) - 1.0)
     np.testing.assert_allclose(hopes, 0.12 / np.sqrt([2, 3, 5]))

@@ -39,7 +39,7 @@ def test_times_of_a_busy_machine_are_measured_again(
     with LLM(**FLAGS, speculative_costs=file if is_given else None) as llm:
         sizer, stats = llm.engine.runner.sizer, llm.engine.stats()
         assert sizer is not None
-        assert sizer.costs.times[1].verifies[1] == (1e-3 if is_measured else plain)
+        assert sizer.times.costs.times[1].verifies[1] == (1e-3 if is_measured else plain)
         assert (stats.num_running, stats.kv_used_tokens) == (0, 0)  # what was timed has left nothing
     [kept] = read_costs(file).entries
     assert kept.costs().times[1].verifies[1] == pytest.approx(1e-3 if is_measured else plain)
@@ -76,7 +76,7 @@ def test_fewer_steps_of_a_slow_model_are_timed(is_slow: bool, monkeypatch: pytes
     monkeypatch.setattr(cost_measurement, "_turn", count)
     with LLM(**FLAGS) as llm:
         assert llm.engine.runner.sizer is not None
-        costs = llm.engine.runner.sizer.costs
+        costs = llm.engine.runner.sizer.times.costs
     assert num_timed == {1 if is_slow else cost_measurement.TIMED}
     assert list(costs.times[1].chains) == [1, 2, 3, 4]
     assert list(costs.times[2].chains) == ([1, 4] if is_slow else [1, 2, 3, 4])

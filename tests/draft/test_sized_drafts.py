@@ -18,8 +18,7 @@ from specmamba.config import DEMO_MODEL
 from specmamba.core import Batch, RequestOutput, Verdict
 from specmamba.draft.heads import MTPDrafter, missed_steps
 from specmamba.draft.sizing import sizer as sizer_module
-from specmamba.draft.sizing.rounds import SizedBatch
-from specmamba.draft.sizing.schedule import NOTHING, DraftSize
+from specmamba.draft.sizing.rounds import NOTHING, DraftSize, SizedBatch
 from specmamba.draft.sizing.sizer import CHAINS_TO_LEARN
 from specmamba.sampling_params import SamplingBatch, SpeculationParams
 from tests.decisions import decide_at_random, without_measurement
@@ -275,7 +274,7 @@ def learned(**flags: Any) -> tuple[list[str], Any]:
 
         def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
             sizer._predict(batch)
-            sizer._seconds = 1 + np.cumsum(np.full_like(sizer._seconds, 0.1), axis=1)  # no clock has a say
+            sizer.times.trees = 1 + np.cumsum(np.full_like(sizer.times.trees, 0.1), axis=1)  # no clock has a say
             return DraftSize(sizer.bounds.num_steps), 3
 
         sizer._planned = planned  # type: ignore[method-assign]
@@ -289,7 +288,9 @@ def test_captured_steps_learn_what_direct_ones_do() -> None:
     assert captured.figures.num_nodes == direct.figures.num_nodes
     assert captured.figures.num_nodes > captured.figures.num_requests  # some nodes were chosen
     for name in ("weights", "offsets", "counts", "bins", "odds", "values_of_row", "next_of_row"):
-        np.testing.assert_allclose(getattr(captured.state, name), getattr(direct.state, name), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            getattr(captured.expected.state, name), getattr(direct.expected.state, name), rtol=1e-3, atol=1e-4
+        )
 
 
 def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +305,9 @@ def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(sizer, "_planned", planned)
         monkeypatch.setattr(sizer_module, "CHAINS_TO_LEARN", 1)
-        before = sizer.state.bins[:, 0].sum()
+        before = sizer.expected.state.bins[:, 0].sum()
         output = llm.generate(PROMPTS[0], sampling(0))[0]
-        bins = sizer.state.bins - before
+        bins = sizer.expected.state.bins - before
     spec = output.spec
     observed = sum(count * min(accepted + 1, 2) for accepted, count in enumerate(spec.accepted_histogram))
     assert bins[:, 2].sum() == pytest.approx(spec.num_accepted_tokens, rel=0.1)  # older ones fade
@@ -333,8 +334,8 @@ def test_most_chains_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sizer, "_planned", planned)
         monkeypatch.setattr(sizer, "plan", plan)
         output = llm.generate(PROMPTS[0], sampling(0))[0]
-        judged = sizer.state.bins[:, 0].sum()
-        kept = sizer.state.next_of_row.sum()
+        judged = sizer.expected.state.bins[:, 0].sum()
+        kept = sizer.expected.state.next_of_row.sum()
     assert [size.learns for size in sizes] == [i % CHAINS_TO_LEARN == 0 for i in range(len(sizes))]
     assert len(sizes) > 4
     spec = output.spec

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from specmamba.draft.candidates import Candidates
+from specmamba.draft.sizing import present_times
 from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
-from specmamba.draft.sizing.ratios import MOST_EXPECTED, Brought
+from specmamba.draft.sizing.earlier import EarlierRequests
+from specmamba.draft.sizing.expected_tokens import MOST_EXPECTED, STEPS_TO_FORGET, WEIGHT_OF_OWN, Brought
 from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch
 from specmamba.draft.sizing.schedule import ROUND
-from specmamba.draft.sizing.sizer import FIRST_DRAFTS, STEPS_TO_FORGET, DraftSizer
+from specmamba.draft.sizing.sizer import FIRST_DRAFTS, DraftSizer
 from specmamba.kernels.draft_sizing import LENGTH, SAMPLED, Floats, TreeArrays
 from tests.pairwise import IS_FULL
 
@@ -51,6 +53,7 @@ class Load:
             bounds, TreeArrays.empty(16, NODES), StepCosts(times), lambda n: range(1, n * NODES + 1)
         )
         monkeypatch.setattr(sizer_module, "time", self)
+        monkeypatch.setattr(present_times, "time", self)
         self.tokens = self.seconds = 0.0
 
     def perf_counter(self) -> float:
@@ -174,15 +177,68 @@ def test_hardly_slower_than_the_best_fixed_size(size: int, chance: float, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("texts", [[(1, 0.95), (1, 0.1)], [(1, 0.8), (16, 0.8)]])
+@pytest.mark.parametrize(
+    ("texts", "in_a_row", "seed", "least"),
+    [
+        ([(1, 0.95), (1, 0.1)], 3, 5, 0.9),
+        ([(1, 0.8), (16, 0.8)], 3, 5, 0.9),
+        ([(4, 0.9), (4, 0.1)], 3, 3, 0.92),
+        ([(4, 0.9), (4, 0.1)], 1, 3, 0.92),
+        ([(4, 0.9), (4, 0.1)], 3, 1, 0.92),
+    ],
+)
 def test_hardly_slower_where_texts_and_requests_change(
-    texts: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+    texts: list[tuple[int, float]], in_a_row: int, seed: int, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the best fixed size of each of them, which changes three requests after three."""
-    load, turns = Load(5, monkeypatch), [text for text in texts for _ in range(3)]
+    """Over the best fixed size of each of them, which changes with the requests, or after three batches."""
+    load, turns = Load(seed, monkeypatch), [text for text in texts for _ in range(in_a_row)]
     for text in turns * 8:
         load.run(*text)
-    assert over_best(load, turns * 8) > 0.9
+    assert over_best(load, turns * 8) > least
+
+
+def test_new_requests_are_taken_to_be_like_earlier_ones_however_much_was_drafted_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = Load(1, monkeypatch).sizer.expected.state
+    earlier = EarlierRequests(state)
+    for number in range(2 * LENGTH):  # half of them have one kept draft, the others many
+        earlier.begin(1, SAMPLED, 0)
+        state.next_of_row[1] = 1 if number % 2 else 5 * LENGTH
+        state.values_of_row[1] = number % 2
+    earlier.begin(1, SAMPLED, 0)
+    assert state.values_of_row[1, :, 0].mean() == 0.5
+    state.next_of_row[1] = 3
+    earlier.begin(1, SAMPLED, 3)  # it has none of its own
+    assert state.values_of_row[1, :, 0].mean() == 0.5
+
+
+def test_own_drafts_of_new_requests_soon_say_more_than_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(1, monkeypatch)
+    state = load.sizer.expected.state
+    load.begin(1, 2, 3)
+    state.values_of_row[1:4] = 0.0
+    state.values_of_row[1, :4] = 1.0
+    state.next_of_row[1:4] = 4, 0, LENGTH
+    load.sizer.expected._emphasize(np.array([1, 2, 3]))
+    assert state.values_of_row[1, :, 0].sum() == 4 * WEIGHT_OF_OWN
+    assert not state.values_of_row[2:4].any()
+    state.values_of_row[1, 4:] = 0.0
+    load.sizer.expected._emphasize(np.array([1]))
+    assert state.values_of_row[1, :, 0].sum() == 4  # of one request a few drafts say too little
+
+
+def test_nothing_is_drafted_for_a_step_while_requests_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(1, monkeypatch)
+    one, schedule = load.begin(1), load.sizer.schedule
+    for _ in range(FIRST_DRAFTS + ROUND):
+        load.draft(one, 0.05)
+    schedule.depth, schedule.is_chain = 0, False
+    monkeypatch.setattr(schedule, "restart", lambda *_: setattr(schedule, "depth", 4))
+    assert not load.draft(load.begin(1, 2), 0.05).size.depth
+    assert not load.draft(load.begin(1, 2, 3), 0.05).size.depth
+    batch = SizedBatch(np.array([1, 2, 3]), np.full(3, SAMPLED), np.full(3, D), lambda: 0)
+    assert load.draft(batch, 0.05).size.depth
 
 
 def test_what_is_known_of_a_request_fades_while_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,15 +246,15 @@ def test_what_is_known_of_a_request_fades_while_nothing_is_drafted(monkeypatch: 
     sizer, batch = load.sizer, SizedBatch(np.array([1, 2]), np.full(2, SAMPLED), np.full(2, D), lambda: 0)
     for row in (1, 2):
         sizer.begin(row, SAMPLED, [])
-    sizer.state.values_of_mode[SAMPLED], sizer.state.values_of_row[1:3] = 0.5, 0.01
-    assert not sizer._forgets(batch)
-    sizer._num_off = 3 * STEPS_TO_FORGET
-    assert sizer._forgets(batch)
-    assert (sizer.state.values_of_row[1:3] == 0.5).any(2).sum(1).tolist() == [3, 3]
-    sizer._num_off = 10_000
-    assert sizer._forgets(batch)
-    assert (sizer.state.values_of_row[1:3] == 0.5).all()
-    assert not sizer._forgets(batch)
+    sizer.expected.state.values_of_mode[SAMPLED], sizer.expected.state.values_of_row[1:3] = 0.5, 0.01
+    assert not sizer.expected.fade(batch)
+    sizer.expected._num_off = 3 * STEPS_TO_FORGET
+    assert sizer.expected.fade(batch)
+    assert (sizer.expected.state.values_of_row[1:3] == 0.5).any(2).sum(1).tolist() == [3, 3]
+    sizer.expected._num_off = 10_000
+    assert sizer.expected.fade(batch)
+    assert (sizer.expected.state.values_of_row[1:3] == 0.5).all()
+    assert not sizer.expected.fade(batch)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -210,10 +266,10 @@ def test_first_drafts_correct_nothing(size: int, monkeypatch: pytest.MonkeyPatch
         load.draft(batch, 0.7)
     for _ in range(ROUND):  # of the last of these drafts, and the first step after them
         load.draft(batch, 0.7)
-    assert (load.sizer._of_bucket(size).ratios == 1.0).all()
+    assert (load.sizer.expected.corrections(size).ratios == 1.0).all()
     for _ in range(100):
         load.draft(batch, 0.7)
-    assert (load.sizer._of_bucket(size).ratios != 1.0).any()
+    assert (load.sizer.expected.corrections(size).ratios != 1.0).any()
 
 
 def test_a_try_corrects_nothing_where_what_was_known_has_faded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,18 +278,18 @@ def test_a_try_corrects_nothing_where_what_was_known_has_faded(monkeypatch: pyte
     for _ in range(60):
         load.draft(batch, 0.8)
     assert sizer.schedule.depth
-    while sizer._num_forgotten < LENGTH:
+    while sizer.expected._num_forgotten < LENGTH:
         load.draft(batch, 0.05)
-    before = sizer._of_bucket(1).ratios
-    assert (before != 1.0).any()
+    assert (sizer.expected.corrections(1).ratios != 1.0).any()
     while num_tries < 3:
-        is_faded = sizer._num_forgotten > 0
+        is_faded = sizer.expected._num_forgotten > 0
         now = tried = load.draft(batch, 0.05)
+        before = sizer.expected.corrections(1).ratios
         if now.size.depth and not now.size.is_probe and is_faded:
             while now is tried:
                 now = load.draft(batch, 0.05)
             num_tries += 1
-            assert (sizer._of_bucket(1).ratios == before).all()
+            assert (sizer.expected.corrections(1).ratios == before).all()
 
 
 def test_another_request_in_a_row_is_not_compared_with_what_was_expected_of_the_last_one(
@@ -246,16 +302,16 @@ def test_another_request_in_a_row_is_not_compared_with_what_was_expected_of_the_
     while sizer.figures.num_steps - sizer._age > 2:  # so that the next round begins without another look
         load.draft(batch, 0.8)
     sizer.begin(2, SAMPLED, [])
-    before, last, is_known, num_steps = sizer._of_bucket(2).ratios, sizer._round, False, 0
+    before, last, is_known, num_steps = sizer.expected.corrections(2).ratios, sizer._round, False, 0
     while not is_known:  # until a round began with enough drafts of its own
-        has_enough = sizer.state.next_of_row[1:3].min() >= LENGTH
+        has_enough = sizer.expected.state.next_of_row[1:3].min() >= LENGTH
         now = load.draft(batch, 0.8)
-        assert (sizer._of_bucket(2).ratios == before).all()
+        assert (sizer.expected.corrections(2).ratios == before).all()
         last, is_known, num_steps = now, has_enough and now is not last, num_steps + 1
     assert LENGTH <= num_steps < 10 * LENGTH
     for _ in range(200):
         load.draft(batch, 0.8)
-    assert (sizer._of_bucket(2).ratios != before).any()
+    assert (sizer.expected.corrections(2).ratios != before).any()
 
 
 def test_what_options_bring_corrects_what_is_expected_of_them() -> None:

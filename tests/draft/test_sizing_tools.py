@@ -138,7 +138,7 @@ def test_a_server_starts_from_what_the_tuner_measured(
     monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
     with LLM(**ENGINE, context_length=256, speculative_adaptive="auto", speculative_costs=Path("times.json")) as llm:
         assert llm.engine.runner.sizer is not None
-        times = llm.engine.runner.sizer.costs.times[1]
+        times = llm.engine.runner.sizer.times.costs.times[1]
     found = report["sizing"]["times"]["1"]
     assert [*map(float, found["verify_ms"].values())] == pytest.approx([1e3 * each for each in times.verifies.values()])
     assert list(found["draft_ms"]) == ["1", "2", "3", "4"]

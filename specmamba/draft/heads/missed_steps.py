@@ -79,8 +79,9 @@ class MissedSteps(NoDrafter):
             rows: of the request table.
             roots: by row, positions of the roots behind the newest steps that were not skipped.
         """
-        if not (rows := [row for row in rows if row not in self._complete]):
+        if self._complete.issuperset(rows):
             return []
+        rows = [row for row in rows if row not in self._complete]
         found = self._roots[torch.tensor(rows, device=self._roots.device)].tolist()
         self._complete.update(rows)
         return [(row, root - roots[row]) for row, root in zip(rows, found, strict=True) if root > roots[row]]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class StepCosts:
         buckets, places = known.buckets
         # a step without drafts has no other nodes than the roots
         of_plain = self.ratio(num_requests, num_requests, False)
-        of_drafts = np.array([self.ratio(num_requests, n, True) for n in buckets])[places] if max_depth else of_plain
+        of_drafts = self._ratios_of(num_requests, buckets, True)[places] if max_depth else of_plain
         nothing, found = np.full(num_requests, math.inf), []
         for depth, draft in enumerate(known.drafts):
             base = verify + draft
@@ -99,9 +100,9 @@ class StepCosts:
             known = self._mean(num_requests, lambda t: _at(t.chains, depths)), of_key
             self._chains[num_requests, max_depth] = known
         seconds = known[0] + known[1] * num_keys
-        ratios = [self.ratio(num_requests, depth * num_requests, "chain") for depth in range(1, max_depth + 1)]
-        nothing = np.full(1, math.inf)
-        return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
+        of_depths = [depth * num_requests for depth in range(1, max_depth + 1)]
+        ratios, nothing = self._ratios_of(num_requests, of_depths, "chain"), np.full(1, math.inf)
+        return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * ratios])
 
     def _table(self, num_requests: int, max_depth: int, max_nodes: int) -> _Table:
         """What is measured of steps of so many requests."""
@@ -117,8 +118,13 @@ class StepCosts:
 
     def ratio(self, num_requests: int, num_nodes: int, kind: Hashable) -> float:
         """Measured over predicted time of steps of a kind, as far as it is known; of chains by depth."""
-        own = self.ratios.error(_parts(num_requests, num_nodes, kind))
-        return math.exp(self.ratios.speed) * min(max(math.exp(own), LEAST_RATIO), MOST_RATIO)
+        return float(self._ratios_of(num_requests, (num_nodes,), kind)[0])
+
+    def _ratios_of(self, num_requests: int, numbers: Sequence[int], kind: Hashable) -> Floats:
+        """``ratio`` for each of some numbers of nodes."""
+        own = self.ratios.errors([_parts(num_requests, number, kind) for number in numbers])
+        found: Floats = math.exp(self.ratios.speed) * np.clip(np.exp(own), LEAST_RATIO, MOST_RATIO)
+        return found
 
     def observe(
         self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float, num_steps: int = 1
@@ -181,6 +187,7 @@ def bucket_of(num_requests: int, num_nodes: int) -> tuple[int, int]:
     return size, -(-8 * num_nodes // num_requests) // max(1, 8 // size)
 
 
+@lru_cache(maxsize=4096)
 def _parts(num_requests: int, num_nodes: int, kind: Hashable) -> tuple[Hashable, Hashable]:
     """The kind of steps with about so many requests, and the bucket of it."""
     size, _ = bucket = bucket_of(num_requests, num_nodes)

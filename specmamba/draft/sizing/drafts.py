@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.core import Batch, DraftTree, Packing, TreeShape, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import DrafterInStep, chain_shape, root_tree, tree_shape
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.rounds import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import Chosen, Ints, TreeArrays

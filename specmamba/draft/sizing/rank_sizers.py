@@ -12,8 +12,7 @@ import torch
 
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
-from specmamba.draft.sizing.rounds import Bounds, SizedBatch
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.rounds import Bounds, DraftSize, SizedBatch
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.kernels.draft_sizing import Chosen, Ints, TreeArrays
 from specmamba.parallel.ranks import Ranks

@@ -25,9 +25,6 @@ NOISE, NOISE_OF_ROUND = 0.15, 0.03
 FARTHEST = math.log(1.25)  # a known part moves as if nothing was farther from what was expected
 LARGEST_SPEED = math.log(64.0)
 MANY, MOST_HELD = 16, 256  # steps of one bucket in a row: from which on they wait for more of them, and at the most
-# tokens of requests: that were expected of an option and are kept at the most, and that stand for no error, of all
-# options of a form and of a single one; the largest factor
-MOST_EXPECTED, OF_FORM, OF_OPTION, MOST_WRONG = 4096.0, 32.0, 64.0, 1.5
 _SPEED = "speed"
 
 
@@ -66,11 +63,11 @@ class Ratios:
         self._settle()
         return self._means[0]
 
-    def error(self, parts: Sequence[Hashable]) -> float:
-        """Return the sum of the logarithms of some parts; of an unknown one it is 0."""
+    def errors(self, kinds: Sequence[tuple[Hashable, Hashable]]) -> Floats:
+        """Return the sum of the logarithms of a kind of steps and its bucket, for each pair; an unknown one is 0."""
         self._settle()
-        places = self._places
-        return sum([self._means[places[part]] for part in parts if part in places])
+        places, means = self._places, [*self._means, 0.0]
+        return np.array([means[places.get(kind, -1)] + means[places.get(bucket, -1)] for kind, bucket in kinds])
 
     def observe(self, kind: Hashable, bucket: Hashable, ratio: float, num_steps: int) -> None:
         """Learn from some steps in a row.
@@ -121,34 +118,3 @@ class Ratios:
             self._covariance[place, place] = deviation**2
             self._most = np.append(self._most, deviation**2)
         return place
-
-
-class Brought:
-    """What drafts have brought over what was expected of them: of each option, shrunk towards all of its form.
-
-    What is expected of an option comes from drafts of other options too, whose nodes were chosen: so it is wrong in
-    ways that only its own steps show. (A ratio of sums, as tokens of a step are few and differ by chance.)
-    """
-
-    def __init__(self, num_steps: int) -> None:
-        """``num_steps``: D, of the deepest draft. Options are those of ``DraftSchedule``."""
-        self._brought: Floats = np.zeros(2 * (num_steps + 1))  # faded sums over requests and steps, by option
-        self._expected: Floats = np.zeros(2 * (num_steps + 1))
-
-    def add(self, place: int, brought: float, expected: float) -> None:
-        """Count some steps of an option: their tokens, and those that were expected."""
-        self._brought[place] += brought
-        self._expected[place] += expected
-        fading = MOST_EXPECTED / max(float(self._expected[place]), MOST_EXPECTED)
-        self._brought[place] *= fading
-        self._expected[place] *= fading
-
-    @property
-    def ratios(self) -> Floats:
-        """[2 (D + 1)], by option."""
-        brought, expected = self._brought.reshape(2, -1), self._expected.reshape(2, -1)  # by form
-        of_form = (brought.sum(1, keepdims=True) + OF_FORM) / (expected.sum(1, keepdims=True) + OF_FORM)
-        found: Floats = (brought + of_form * OF_OPTION) / (expected + OF_OPTION)
-        found = np.clip(found, 1 / MOST_WRONG, MOST_WRONG)
-        found[0, 0] = 1.0  # a step without drafts
-        return found.ravel()

@@ -1,21 +1,23 @@
-"""Values of the sizer: bounds, the requests of a step, rounds of steps, and what has been decided since the start."""
+"""Values of the sizer: bounds, what a step drafts, its requests, rounds of steps, and what has been decided so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.kernels.draft_sizing import Ints
 
 TimedStep = tuple[float, int]  # seconds of a step, and its nodes of all requests
 MOST_SLOWER = 6.0  # a step than the median of its round; what takes longer was held up by something else
+PROBED_NODES = 2  # of a request, the root included
 WARM_STEPS, WARM_SECONDS = 4, 0.008  # of a warm-up: whichever comes first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bounds:
     """The largest draft."""
 
@@ -25,11 +27,39 @@ class Bounds:
     ranks: Ints  # [C]
     width: int  # nodes of a level that have children
 
+    @cached_property
+    def num_nodes(self) -> list[int]:
+        """Of all candidates of a draft, by its depth, the root included."""
+        return [1 + int((self.depths <= depth).sum()) for depth in range(self.num_steps + 1)]
+
     @property
     def chain_places(self) -> Ints:
         """The candidates of the first child of the root, of its first child and so on, as far as trees are large."""
         depths = range(1, min(self.num_steps, self.max_nodes - 1) + 1)
         return np.array([int(np.flatnonzero(self.depths == depth)[0]) for depth in depths], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSize:
+    """What a step drafts."""
+
+    depth: int  # 0: nothing
+    is_chain: bool = False  # a whole chain for every request, without a choice
+    drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
+    is_probe: bool = False
+    learns: bool = (
+        True  # the drafter's probabilities are judged by the result; False: the host counts what a chain brings
+    )
+
+    def places(self, num_rows: int) -> Ints:
+        """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
+        if self.drafted is None:
+            return np.arange(num_rows)
+        found: Ints = np.maximum(np.cumsum(self.drafted) - 1, 0)
+        return found
+
+
+NOTHING = DraftSize(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +85,31 @@ class Round:
     seconds: list[float | None] = field(default_factory=list)  # None: it was no usual step
     num_nodes: list[int] = field(default_factory=list)  # of trees, which differ from step to step
     num_accepted: list[Sequence[int]] = field(default_factory=list)  # of each request, where nothing else learns it
-    decided: list[Sequence[Sequence[int]]] = field(default_factory=list)  # tokens of each request, without drafts
+    decided: list[Sequence[Sequence[int]]] = field(default_factory=list)  # tokens of each request; or the newest
     num_counted: int = 0  # steps that are in the figures
-    drafted: list[float] = field(default_factory=list)  # seconds of usual steps that drafted
-    drafted_tokens: int = 0  # of them
 
-    def note(self, seconds: float, decided: Sequence[Sequence[int]]) -> None:
-        """Count a usual step that drafted."""
-        self.drafted.append(seconds)
-        self.drafted_tokens += sum(map(len, decided))
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Depth and form of its steps, on which their times depend."""
+        return self.size.depth, self.size.is_chain
+
+    @property
+    def drafted(self) -> list[float]:
+        """Seconds of usual steps that drafted."""
+        return [seconds for seconds in self.seconds if seconds is not None] if self.size.depth else []
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Of all requests, in these steps."""
+        steps = zip(self.seconds, self.decided, strict=True)
+        return sum([len(tokens) for seconds, decided in steps if seconds is not None for tokens in decided])
 
     @property
     def drafted_seconds(self) -> float:
-        """Of all of them. The first one may be longer, since it runs what the drafter missed, but not by any factor."""
-        usual = sorted(self.drafted)[len(self.drafted) // 2]
-        return sum([min(seconds, MOST_SLOWER * usual) for seconds in self.drafted])
+        """Of these steps. The first one may be longer, since it runs what the drafter missed, but not by any factor."""
+        drafted = self.drafted
+        most = MOST_SLOWER * sorted(drafted)[len(drafted) // 2]
+        return sum([min(seconds, most) for seconds in drafted])
 
     @property
     def nodes_of_steps(self) -> list[int]:

@@ -18,7 +18,7 @@ from specmamba.cuda_graphs import GraphReplay, NextPart, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.rounds import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured.step_inputs import NEW, StepInputs
 from specmamba.engine.captured.step_kind import (
@@ -26,7 +26,6 @@ from specmamba.engine.captured.step_kind import (
     StepKind,
     before_decision,
     kind_of_chosen,
-    with_own_pending_tokens,
 )
 from specmamba.engine.request import Request
 from specmamba.kernels import gpu
@@ -84,17 +83,13 @@ class StepGraphRunner:
             device: of the pools.
         """
         self.replay, self.buckets = replay, buckets
+        self.calls_host = not isinstance(replay, GraphReplay)  # a captured step may call code of the host in its middle
         self.inputs = StepInputs(buckets[-1], plan.max_nodes, device, plan.num_rows)
         self._draft_inputs = StepInputs(buckets[-1], plan.max_nodes, device)  # of drafts for some of the requests
         self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
         self._num_requests = 0  # of the newest step
         self.leads = False  # ``follow`` may go on behind the newest step
-
-    @property
-    def calls_host(self) -> bool:
-        """Whether a captured step may call code of the host in its middle."""
-        return not isinstance(self.replay, GraphReplay)
 
     def bucket(self, batch_size: int) -> int | None:
         """Return the batch size that a batch is padded to; None: it is too large to be captured."""
@@ -146,21 +141,21 @@ class StepGraphRunner:
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
-        kind = with_own_pending_tokens(self._kind(call)._replace(num_nodes=num_nodes), call.pending_tokens)
-        return self._replay(call, kind, drafts, drafts)
+        kind = self._kind(call, num_nodes=num_nodes)
+        return self._replay(call, kind, ("fixed", call.drafter), drafts)
 
     def run_sized(self, call: StepCall, sizer: DraftSizer, size: DraftSize) -> StepOutput:
         """Replay a step that drafts for all requests, chooses trees by ``sizer``, verifies them, and learns from them.
 
         A step with chains verifies all nodes of the chains, whatever is chosen.
         """
-        kind, drafter, depth = self._kind(call), call.drafter, size.depth
+        drafter, depth = call.drafter, size.depth
+        kind = self._kind(call, num_nodes=depth + 1 if size.is_chain else None)
         bucket = kind.batch_size
         if size.is_chain:
-            chain = kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth)
-            kind = with_own_pending_tokens(chain, call.pending_tokens)
+            kind = kind._replace(is_chain=True, depth=depth)
         else:
-            num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
+            num_nodes = min(self._max_nodes, sizer.bounds.num_nodes[depth])
             packed = bucket * num_nodes
             kind = kind._replace(num_nodes=num_nodes, num_packed=packed, max_children=num_nodes - 1, depth=depth)
         key = before_decision(kind, is_drafted=True), drafter, sizer
@@ -360,7 +355,15 @@ class StepGraphRunner:
             is_masked=tree.allowed_tokens is not None,
         )
 
-    def _kind(self, call: StepCall, inputs: StepInputs | None = None) -> StepKind:
+    def _kind(self, call: StepCall, inputs: StepInputs | None = None, num_nodes: int | None = None) -> StepKind:
+        """The kind of a step.
+
+        Args:
+            call: the step.
+            inputs: that it reads; None: those of most steps.
+            num_nodes: of every tree, the root included: there is room for as many pending tokens of a row as such steps
+                decide, where none has more; None: as the drafter makes them.
+        """
         requests, drafter, pending_tokens = call.requests, call.drafter, call.pending_tokens
         size = self.bucket(len(requests))
         assert size is not None
@@ -369,13 +372,15 @@ class StepGraphRunner:
             last = max(request.root_position for request in requests)
         most = 0
         if pending_tokens is not None:
-            most = drafter.max_nodes
-            if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
+            most, longest = drafter.max_nodes, max(pending_tokens.counts)
+            if num_nodes is not None and longest <= num_nodes:
+                most = num_nodes
+            elif not pending_tokens.is_deferred and longest > most:
                 most = pending_token_capacity(most)
         needs = (inputs or self.inputs).write_settings(requests)
         return StepKind(
             batch_size=size,
-            num_nodes=drafter.num_nodes(size),
+            num_nodes=drafter.num_nodes(size) if num_nodes is None else num_nodes,
             sampling=needs.sampling,
             num_biases=needs.num_biases,
             num_logprobs=needs.num_logprobs,

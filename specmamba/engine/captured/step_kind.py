@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from specmamba.draft.drafter import HostPendingTokens
+from specmamba.draft.sizing.rounds import PROBED_NODES
 from specmamba.kernels.draft_sizing import Chosen
 from specmamba.sampling_params import MAX_LOGPROBS, AcceptRule, SamplingParams
 
 LOGPROBS = 0, 5, MAX_LOGPROBS  # likeliest tokens that captured steps list
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # nodes of the largest chosen tree, padded, on a GPU
-PROBED_NODES = 2  # of a request, the root included
 
 
 class Sampling(NamedTuple):
@@ -98,10 +97,3 @@ def kind_of_chosen(kind: StepKind, chosen: Chosen, max_nodes: int, step: int | N
     if chosen.num_nodes == size * width:
         return kind._replace(num_nodes=width)
     return kind._replace(num_nodes=width, num_packed=min(-(-chosen.num_nodes // step) * step, size * width))
-
-
-def with_own_pending_tokens(kind: StepKind, pending: HostPendingTokens | None) -> StepKind:
-    """A kind with room for as many pending tokens as its steps decide, where no row has more of them."""
-    if pending is None or max(pending.counts) > kind.num_nodes:
-        return kind
-    return kind._replace(max_pending_tokens=kind.num_nodes)
