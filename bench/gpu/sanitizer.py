@@ -18,7 +18,12 @@ from typing import Any
 from specmamba.bench.gpu.carried import python_path
 
 TOOLS = ("memcheck", "racecheck")
-TESTS = ("tests/kernels/triton/recurrent/test_gated_delta_rule_triton.py", "-k", "tree_verify")
+TESTS = (
+    "tests/kernels/triton/recurrent/test_gated_delta_rule_triton.py",
+    "tests/kernels/triton/test_delta_net_triton.py",
+    "-k",
+    "tree_verify or products_are_made_once_for_a_key_head",
+)
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
 NOT_INSTALLED = "compute-sanitizer is not on the PATH"
 
