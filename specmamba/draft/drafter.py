@@ -234,7 +234,7 @@ def chain_shape(batch_size: int, num_nodes: int, device: torch.device) -> TreeSh
     ancestors = nodes <= nodes[:, None]
     return TreeShape(
         parents=(nodes - 1).expand(batch_size, -1),
-        ancestors=ancestors.expand(batch_size, -1, -1),
+        ancestors=ancestors.repeat(batch_size, 1, 1),  # dense: or each recurrent layer would make it so
         depth=nodes.expand(batch_size, -1),
         is_chain=True,
         max_children=1,

@@ -304,9 +304,9 @@ def test_another_request_in_a_row_is_not_compared_with_what_was_expected_of_the_
     sizer.begin(2, SAMPLED, [])
     before, last, is_known, num_steps = sizer.expected.corrections(2).ratios, sizer._round, False, 0
     while not is_known:  # until a round began with enough drafts of its own
-        has_enough = sizer.expected.state.next_of_row[1:3].min() >= LENGTH
         now = load.draft(batch, 0.8)
         assert (sizer.expected.corrections(2).ratios == before).all()
+        has_enough = sizer.expected.state.next_of_row[1:3].min() >= LENGTH  # chains' drafts are kept when a round ends
         last, is_known, num_steps = now, has_enough and now is not last, num_steps + 1
     assert LENGTH <= num_steps < 10 * LENGTH
     for _ in range(200):

@@ -301,10 +301,12 @@ class StaticLayout:
 
     def shape(self, batch_size: int) -> TreeShape:
         """Return the shape of a batch of these trees."""
+        ancestors = self.one.ancestors.expand(batch_size, -1, -1)
         return replace(
             self.one,
             parents=self.one.parents.expand(batch_size, -1),
-            ancestors=self.one.ancestors.expand(batch_size, -1, -1),
+            # once here: kernels for GPUs read dense ones, or each recurrent layer would copy them
+            ancestors=ancestors.contiguous() if ancestors.is_cuda else ancestors,
             depth=self.one.depth.expand(batch_size, -1),
         )
 
