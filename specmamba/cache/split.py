@@ -97,6 +97,8 @@ class Split:
     def gain_slots(self, num_missing: int, num_kept: int) -> bool:
         """Add state slots, in place of free pages if need be: as many as are missing, or as there is memory for.
 
+        Half of what free pages make are added at least: the next requests need no move then.
+
         Args:
             num_missing: slots.
             num_kept: pages that must stay free.
@@ -106,8 +108,9 @@ class Split:
         """
         bounds, spare, states = self.bounds, self.spare_bytes, self._states
         num_free = max(0, self._kv.allocator.num_free - num_kept)
-        room = min(num_missing, bounds.most_state_slots - states.num_slots)
-        count = min(room, (spare + num_free * bounds.page_bytes) // bounds.slot_bytes)
+        affordable = (spare + num_free * bounds.page_bytes) // bounds.slot_bytes
+        wanted = max(num_missing, affordable // 2)
+        count = min(wanted, affordable, bounds.most_state_slots - states.num_slots)
         if count < 1:
             return False
         num_pages = -(-(count * bounds.slot_bytes - spare) // bounds.page_bytes)

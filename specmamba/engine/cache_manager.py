@@ -429,6 +429,8 @@ class CacheManager:
             self.pools.states.free(slot, PREFIX_CACHE)
         elif is_spare:
             self.cache.mark_spare(insertion.node, self._max_spare)
+        if insertion.node is not start:
+            self.cache.pass_state(start)
         self.cache.move_lock(start, insertion.node)
         request.node = insertion.node
         table.settle(row, start.end, insertion.slots)

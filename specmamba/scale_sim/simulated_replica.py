@@ -224,6 +224,8 @@ class SimulatedReplica:
         insertion = self.cache.insert(node, running.tokens(start, end), own, state_slot)
         if not insertion.takes_state:
             self._states.free(state_slot, PREFIX_CACHE)
+        if insertion.node is not node:
+            self.cache.pass_state(node)
         self.cache.move_lock(node, insertion.node)
         running.node = insertion.node
         return insertion.node

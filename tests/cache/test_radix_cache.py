@@ -512,6 +512,49 @@ class TestEvictStates:
         world.check()
 
 
+class TestPassedStates:
+    """A state behind which a text has gone on to another state goes before older ones."""
+
+    def test_they_go_first_and_in_the_order_in_which_they_were_passed(self, world: World) -> None:
+        world.store(text(30, 1))
+        bottom = world.store(text(30), ends=[10, 20])
+        for node in list(islice(bottom.path(), 1, 3))[::-1]:
+            world.cache.pass_state(node)
+        for lengths in ([20, 20, 30], [0, 0, 30]):
+            assert world.cache.evict_states(world.states.num_free + 1)
+            world.check()
+            assert [world.cache.peek(array(text(n)))[0] for n in (20, 25, 30)] == lengths
+        assert world.cache.peek(array(text(30, 1)))[0] == 30
+        assert world.cache.evict_states(world.states.num_free + 1)  # then what is oldest
+        assert world.cache.peek(array(text(30, 1)))[0] == 0
+
+    def test_one_that_is_used_again_stays(self, world: World) -> None:
+        world.store(text(30, 1))
+        node = world.store(text(30), ends=[10]).parent
+        assert node is not None
+        world.cache.pass_state(node)
+        assert world.match(text(12)).node is node
+        world.cache.lock_state(node)
+        world.cache.pass_state(node)  # of another request, while this one copies it
+        world.cache.unlock_state(node)
+        assert world.cache.evict_states(world.states.num_free + 1)
+        assert [world.cache.peek(array(text(12, seed)))[0] for seed in (0, 1)] == [10, 0]
+        world.check()
+
+    @pytest.mark.parametrize("reason", ["two texts", "one was evicted", "two requests", "flops"])
+    def test_a_branch_is_not_passed(self, reason: str) -> None:
+        world = World(policy="flops" if reason == "flops" else "lru")
+        node = world.store(text(30), ends=[10]).parent
+        assert node is not None
+        if reason == "two texts":
+            world.store((*text(10), 7, 7, 7))
+        node.hits = 2 if reason == "two requests" else 1
+        if reason == "one was evicted":
+            node.remember_evicted(7)
+        world.cache.pass_state(node)
+        assert not world.cache._recency.passed
+
+
 class TestFlopsPolicy:
     def world(self, policy: PolicyName, num_states: int = 16) -> World:
         return World(page_size=1, num_pages=400, num_states=num_states, policy=policy)
@@ -878,6 +921,7 @@ class TestCheck:
             ("node.parent.state_slot = node.state_slot", "two nodes have one state slot|state"),
             ("cache._recency.nodes.popitem()", "the list of evictable nodes has wrongly nothing"),
             ("cache._recency.states.popitem()", "the list of evictable states has wrongly nothing"),
+            ("cache._recency.passed[cache.root(None)] = None", "a passed state is not in the list of evictable"),
             ("node.is_spare = True", "the list of spare states has wrongly nothing"),
             ("cache._recency.nodes.move_to_end(node)", "is not in the order of access"),
             ("cache._recency.states.move_to_end(node.parent)", "is not in the order of access"),

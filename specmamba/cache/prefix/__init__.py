@@ -189,7 +189,7 @@ class MambaRadixCache:
             raise RuntimeError(f"{node} has no state to lock")
         self.lock(node)
         node.state_locks += 1
-        self._recency.states.pop(node, None)
+        self._recency.remove_state(node)
 
     def unlock_state(self, node: Node) -> None:
         """Undo a ``lock_state``. Raises RuntimeError: there is no lock."""
@@ -302,11 +302,20 @@ class MambaRadixCache:
         if self.policy == "flops":
             return
         for each in node.path():
-            is_branch = each.hits > 1 or len(each.children) + len(each.evicted) > 1
-            if is_branch and each in self._recency.states:
+            if _is_branch(each) and each in self._recency.states:
                 self._recency.touch_state(each)
             if each is above:
                 return
+
+    def pass_state(self, node: Node) -> None:
+        """Let the state of a node be evicted before others, if it has one: its text has gone on to a state below it.
+
+        A request that goes on with this text needs the state below alone: each turn of a chat, and each chunk of a
+        prompt, passes the state before it. What was passed serves only texts that part from this one behind it. A state
+        from which several have gone on stays. Under ``flops`` nothing changes: it weighs what each state saves.
+        """
+        if self.policy != "flops" and node.state_slot is not None and not _is_branch(node):
+            self._recency.pass_state(node)
 
     def keep_spare(self, node: Node) -> None:
         """Note that a request goes on from a spare state, which is one like others now."""
@@ -441,3 +450,8 @@ class MambaRadixCache:
         newest = islice(reversed(self._tree.roots.values()), MAX_SALTS_ASKED)
         others = (other for other in newest if other is not root and other.tenant == root.tenant)
         return any(has_state(other, tokens) for other in others)
+
+
+def _is_branch(node: Node) -> bool:
+    """Whether several requests have gone on from a node, or several texts part there."""
+    return node.hits > 1 or len(node.children) + len(node.evicted) > 1

@@ -22,12 +22,14 @@ ALPHA = 1.0  # weight of compute saved per byte against recency, both between 0 
 class Recency:
     """The unlocked nodes and the unlocked states, each ordered from the least recently used on.
 
-    A node is always less recent than its parent, so the first of ``nodes`` is a leaf.
+    A node is always less recent than its parent, so the first of ``nodes`` is a leaf. ``passed`` are those of
+    ``states`` that go first, in the order in which they were passed (``MambaRadixCache.pass_state``).
     """
 
     def __init__(self) -> None:
         self.nodes: OrderedDict[Node, None] = OrderedDict()
         self.states: OrderedDict[Node, None] = OrderedDict()
+        self.passed: OrderedDict[Node, None] = OrderedDict()
         self.clock = 0
 
     def add(self, node: Node) -> None:
@@ -52,8 +54,19 @@ class Recency:
         """Mark the state of ``node`` as used."""
         self.clock += 1
         node.state_access = self.clock
+        self.passed.pop(node, None)
         if node in self.states:
             self.states.move_to_end(node)
+
+    def remove_state(self, node: Node) -> None:
+        """Remove the state of ``node``, which is locked or goes away; it may have been removed before."""
+        self.states.pop(node, None)
+        self.passed.pop(node, None)
+
+    def pass_state(self, node: Node) -> None:
+        """Let the state of ``node`` go before others, unless it is locked, until it is used again."""
+        if node in self.states:
+            self.passed[node] = None
 
     def _stamp(self, node: Node) -> None:
         self.clock += 1
@@ -103,7 +116,7 @@ class EvictionPolicy(Protocol):
 
 
 class LruPolicy:
-    """Evict the least recently used first."""
+    """Evict passed states first, then the least recently used leaves and states."""
 
     def leaves(self, recency: Recency) -> Iterator[Node]:
         while recency.nodes:
@@ -111,7 +124,7 @@ class LruPolicy:
 
     def states(self, recency: Recency) -> Iterator[Node]:
         while recency.states:
-            yield next(iter(recency.states))
+            yield next(iter(recency.passed or recency.states))
 
     def takes_leaf(self, leaf: Node, node: Node) -> bool:
         return leaf.last_access < node.state_access
@@ -176,9 +189,12 @@ class Victims:
             self._node = next(self._states)
         leaf = self._leaf if self._leaf is not None and self._is_leaf(self._leaf) else None
         node = self._node if self._node in self._recency.states and not only_leaves else None
-        if leaf is not None and (node is None or self._policy.takes_leaf(leaf, node)):
+        if leaf is not None and (node is None or self._takes_leaf(leaf, node)):
             return leaf, True
         return None if node is None else (node, False)
+
+    def _takes_leaf(self, leaf: Node, node: Node) -> bool:
+        return node not in self._recency.passed and self._policy.takes_leaf(leaf, node)
 
     def _is_leaf(self, node: Node) -> bool:
         return node in self._recency.nodes and not node.children

@@ -73,6 +73,7 @@ def _check_lists(tree: RadixTree, nodes: list[Node]) -> None:
     idle: list[Node] = [node for node in nodes if isinstance(node, Root) and not node.children and not node.kv_locks]
     _same("the list of idle roots", tree.idle_roots, idle)
     _require(len(idle) <= MAX_IDLE_ROOTS, "too many idle roots are kept")
+    _require(recency.passed.keys() <= recency.states.keys(), "a passed state is not in the list of evictable states")
     _ascending("the list of evictable nodes", [node.last_access for node in recency.nodes], recency.clock)
     _ascending("the list of evictable states", [node.state_access for node in recency.states], recency.clock)
     for node in recency.nodes:

@@ -140,7 +140,8 @@ class RadixTree:
         assert slot is not None
         node.state_slot, node.is_spare = None, False
         self.spare.pop(node, None)
-        del self.state_nodes[slot], self.recency.states[node]
+        del self.state_nodes[slot]
+        self.recency.remove_state(node)
         return slot
 
     def check_state(self, slot: int, position: int) -> None:
