@@ -25,9 +25,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 AHEAD = (
@@ -182,11 +181,21 @@ def become(task: Mapping[str, Any], base: Sequence[str]) -> None:
     os.environ.clear()
     os.environ.update(task["environment"])
     show(task["shown"].encode()[:ROOM_FOR_COMMANDS])
-    if os.environ.get("PYTHONUNBUFFERED"):
-        cast("TextIOWrapper", sys.stdout).reconfigure(write_through=True)
+    open_streams()
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = [] if task["is_safe"] else [os.getcwd() if task["kind"] == "-m" else ""]
     sys.path[:] = [*first, *given, *base]
+
+
+def open_streams() -> None:
+    """Open the standard streams as Python does: those that are open know what kind of file the first ones were."""
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding=sys.stdin.encoding, closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding=sys.stdout.encoding, closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = os.fdopen(  # type: ignore[misc]
+        2, "w", 1, encoding=sys.stderr.encoding, errors="backslashreplace", closefd=False
+    )
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)
 
 
 def show(command: bytes) -> None:
