@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no test may need a network
@@ -25,7 +26,7 @@ with suppress(ImportError):  # tests of kernels run where it is missing, as on a
     settings.load_profile("specmamba")
 
 
-NTH = {18: 7, 8: 4, 3: 3}  # of more cases of one test than that, one of so many
+NTH = {18: 12, 8: 8, 3: 4}  # of more cases of one test than that, one of so many
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported: they run on the CPU, line by line
@@ -42,7 +43,6 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()  # tests and modules stay to the end: no later collection looks at them
     gc.enable()
 
@@ -74,7 +74,7 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases that ``fast_cases`` leaves to the slow tier, and take out those that only a full run has.
 
     ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
-    whose id contains one of the strings. Of more than three others the slow tier has about every third, and fewer of
+    whose id contains one of the strings. Of more than three others the slow tier has about every fourth, and fewer of
     more (``NTH``), by a number that their names make, since parameters take turns.
     """
     left_out = set[pytest.Item]()
@@ -105,6 +105,24 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Processes that compile grammars and render templates are forks of one that has imported what they need."""
+    from tests.processes.forked import forking_processes
+
+    with forking_processes(("specmamba.grammar.worker", "specmamba.templates.template_worker")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_processes() -> Iterator[None]:
+    """Start processes of Python as forks of one that has imported torch."""
+    from tests.processes.forked import forking_processes
+
+    with forking_processes():
+        yield
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from specmamba.bench.soak.hostile import _broken, _good_clients, print_hostile
 from tests.fake_engine import serving, wait_until
 from tests.server.test_events import WatchedEngine
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 HOLDINGS = {"kv_tokens": 0, "states": 0, "free_pages": 9, "free_states": 3, "descriptors": 20, "threads": 12}
 PHASE = {"answers": 4, "p50_ms": 20.0, "p99_ms": 50.0, "longest_ms": 300.0, "failures": [], "num_failures": 0}
 REPORT: dict[str, Any] = {

@@ -26,6 +26,8 @@ from specmamba.measure.weight_forms import form_flags
 from tests.fake_engine import FakeEngine, wait_until
 from tests.fake_llama_server import make_build, noted
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 ROOT = Path(__file__).parents[2]
 # An engine that decodes 100 tokens/s plain and 1 + drafts / 2 times as many with drafts; trees count as 4 drafts.
 FAKE_WORKER = """

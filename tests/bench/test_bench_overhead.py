@@ -16,6 +16,8 @@ from specmamba.bench.http_overhead.client import Connection, ask_all, num_tokens
 from specmamba.errors import SpecmambaError
 from tests.fake_engine import TEXT, FakeEngine, serving
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 NUM_TOKENS = len(TEXT.encode())
 
 

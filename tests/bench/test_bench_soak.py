@@ -21,6 +21,8 @@ from specmamba.bench.soak.clients import Requests, Tally, Timing, well_behaved
 from specmamba.bench.soak.figures import Bounds, broken_bounds, memory_report, phase_report, print_report, slowdowns
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 REFUSALS = {
     "no JSON": "400",
     "deep JSON": "400",

@@ -12,6 +12,8 @@ from tests.checkpoints.formats import FORMATS, write_base
 from tests.pairwise import IS_FULL
 from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "layer_types": [LINEAR, FULL] * 4}
 MOST_BESIDE = 64 << 20  # of memory: what is read or decoded at a time is one matrix, of 16 MiB in float32
 

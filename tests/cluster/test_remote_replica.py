@@ -32,6 +32,8 @@ from specmamba.replicas.replicated_engine import ReplicatedEngine
 from specmamba.server_config import ServerConfig
 from tests.replicas.test_replicated_engine import FLAGS, add, finish, outputs, pid_of, wait_for_all
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PROGRAM = f"""
 import json, sys
 from {EngineActor.__module__} import EngineActor

@@ -33,6 +33,8 @@ from specmamba.measure.settling import (
 from specmamba.measure.swings import CODE, NOISE, Load, Phase, Played, phase_report
 from tests.fake_engine import serving
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 LOAD = Load((1, 4, 1), 2, 8, {CODE: 0.8, NOISE: 1.5}, seed=3, vocab_size=100)
 
 

@@ -20,10 +20,11 @@ from specmamba import LLM, SamplingParams
 from specmamba.core import RequestOutput, TokenLogprob
 from specmamba.kernels import sampling
 from specmamba.kernels.replay import is_available
+from tests.pairwise import IS_FULL
 
 pytestmark = pytest.mark.slow
 
-NUM_SEEDS, BATCH, NUM_TOKENS, TEMPERATURE = 120, 8, 48, 0.9
+NUM_SEEDS, BATCH, NUM_TOKENS, TEMPERATURE = 120 if IS_FULL else 80, 8, 48, 0.9
 MOST_PARTED = NUM_SEEDS // 20
 CLOSE = 4e-5  # measured: 1.6e-5. The last bit of a log probability of -16 is 1.9e-6
 PROMPTS = (

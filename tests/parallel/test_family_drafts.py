@@ -19,7 +19,7 @@ from tests.parallel.family_ways import ALL, IS_FULL, STATES, WAYS, Case, chosen,
 from tests.parallel.jobs import Job, job, prompts, run_job
 from tests.parallel.test_tensor_parallel import CROWDED, Results
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 # each group starts ranks of its own, so that tests do not do the same twice where several processes share them
 NUM_GROUPS = 4 if IS_FULL else 1

@@ -11,6 +11,8 @@ from specmamba.core import RequestOutput
 from specmamba.sampling_params import GrammarSpec
 from tests.decisions import decide_at_random, without_measurement
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PROMPTS = ["def main():\n    ", "import os\n", "class A:\n  def __init__(self):", "for i"]
 NUM_TOKENS = 30
 SMALL: dict[str, Any] = {

@@ -33,6 +33,8 @@ from tests.parallel.jobs import prompts
 from tests.server.test_server_process import process
 from tests.tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["def main():", "class Stack:\n    def"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)

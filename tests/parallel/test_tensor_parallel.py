@@ -28,6 +28,8 @@ from tests.parallel.even_variants import GROUPED, QUARTERS, build_quarters, buil
 from tests.parallel.jobs import Job, job, prompts, run_job
 from tests.tiny import WHOLE_BLOCKS, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 
 ROOT = Path(__file__).parents[2]

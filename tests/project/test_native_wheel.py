@@ -21,6 +21,7 @@ from specmamba.kernels.native.library import shipped_name
 from tests.kernels.native.compilers import less_optimized
 from tests.pairwise import IS_FULL
 from tests.repository import built_wheel
+from tests.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("needs_native")]
 MOST_BYTES = 12 << 20
@@ -65,8 +66,10 @@ def test_its_name_and_contents(wheel: Path) -> None:
 
 
 def test_it_uses_its_kernels(commands: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    """With a model whose self-test is soon over; the next test lets the demo write."""
+    model = write_tiny_checkpoint(tmp_path / "model", seed=0, vocab_size=4096)
     run = subprocess.run(
-        [commands / "specmamba", "doctor", "--json"],
+        [commands / "specmamba", "doctor", "--json", "--model", str(model)],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

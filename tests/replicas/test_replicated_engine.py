@@ -30,6 +30,8 @@ from specmamba.sampling_params import GrammarSpec, SamplingParams
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import serving, streamed, wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,

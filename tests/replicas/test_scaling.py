@@ -20,6 +20,8 @@ from specmamba.server_config import ServerConfig
 from tests.fake_engine import Served, serving, wait_until
 from tests.replicas.test_replicated_engine import FLAGS, PROMPTS, add, finish, outputs
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 EXACT = {**FLAGS, "deterministic": True}  # batches of many sizes run here, and rounding must not change a sampled text
 SCALING: dict[str, Any] = {
     "dp_max_size": 3,

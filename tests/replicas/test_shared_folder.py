@@ -14,7 +14,7 @@ from tests.replicas.test_replicated_engine import FLAGS, add, finish, outputs
 
 LONG = " a sentence that is long enough to be worth going back to." * 12
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from tests.pairwise import IS_FULL
 from tests.repository import ROOT
 from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("forked_processes")]
 STATES = ["records", "snapshots"] if IS_FULL else ["records"]  # operators have tests of both
 
 pytest.importorskip("triton")

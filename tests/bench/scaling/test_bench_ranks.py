@@ -18,6 +18,8 @@ from specmamba.bench.ranks.worker import KINDS, Exchanged, Exchanges
 from specmamba.kernels.exchange import Count
 from specmamba.measure.prompts import PromptText
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 HIDDEN, VOCABULARY, LAYERS = 256, 4096, 8  # of the demo
 TINY = ["--context-length", "128", "--max-total-tokens", "512", "--max-running-requests", "2"]
 FACTS = {"dtype": "float32", "native": {"level": None}}

@@ -22,6 +22,8 @@ from specmamba.config import EngineConfig
 from tests.cluster.test_ray_serve import environment_of
 from tests.fake_engine import wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 TINY = ["--clients=1", "--turns=2", "--rounds=1", "--max-tokens=8", "--beginning=200", "--context-length=512"]
 TINY += ["--max-total-tokens=2048", "--max-running-requests=2", "--dtype=float32", "--num-threads=1"]
 

@@ -17,22 +17,25 @@ from specmamba.kernels.native.build import compiled_objects
 from specmamba.kernels.native.cpp_compiler import find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
 from tests.conftest import pytest_report_header
-from tests.kernels.native.compilers import less_optimized
+from tests.kernels.native.compilers import less_optimized, sources_with_switches
 from tests.pairwise import IS_FULL
 from tests.thinned import EVERY_FIFTH, EVERY_TENTH
 
 OF_ANY_LEVEL = ("tests/kernels/triton", "tests/kernels/test_native_build.py")  # the latter chooses levels itself
 PARTS = {
     "operators": ["tests/kernels", *(f"--ignore={path}" for path in OF_ANY_LEVEL), *EVERY_TENTH],
+    "products": ["tests/kernels/linear", "tests/kernels/test_moe.py", *EVERY_TENTH],
     "exact texts": ["tests/models/test_families_exact.py", *EVERY_FIFTH],
 }
 if IS_FULL:
     PARTS["exact texts"] += ["tests/verify", "tests/models/test_families_parity.py"]
 
 _BELOW = [level.name for level in available_levels()[1:]]
-# A tenth of the operators' cases on the lowest level, and on that whose products are not in tiles; all on every level
-# below the best in a full run; texts, which take minutes, on the lowest, whose vectors are others.
-LOWER = [(level, "operators") for level in _BELOW if IS_FULL or level in ("avx512_bf16", _BELOW[-1])]
+# A tenth of the operators' cases on the lowest level, whose vectors are others, and of products on that whose products
+# are not in tiles, which has the code of the best level beside; all on every level below the best in a full run; texts,
+# which take minutes, on the lowest.
+LOWER = [(level, "operators") for level in _BELOW if IS_FULL or level == _BELOW[-1]]
+LOWER += [(level, "products") for level in _BELOW[:-1] if not IS_FULL and level == "avx512_bf16"]
 LOWER += [(level, "exact texts") for level in _BELOW[-1:]]
 
 
@@ -45,6 +48,10 @@ def test_the_header_names_levels_that_are_untried(monkeypatch: pytest.MonkeyPatc
         assert pytest_report_header() == f"native kernels: {line}"
     monkeypatch.setenv(SWITCH, "0")
     assert pytest_report_header().startswith(f"native kernels: none: {SWITCH} turns them off; compiled only")
+
+
+def test_products_alone_differ_among_levels_of_the_same_vectors() -> None:
+    assert [source.parent.name for source in sources_with_switches()] == ["linear", "moe"]
 
 
 @pytest.mark.slow

@@ -39,6 +39,8 @@ from specmamba.kernels.aot.table import (
 from specmamba.kernels.gpu import Variant
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 SAMPLED = ("sm_90", "sm_80", "sm_100", "gfx942")  # a fourth of a kernel's variants each: all take minutes for a target
 OLDEST = os.environ.get("SPECMAMBA_TEST_TRITON")  # a folder with Triton 3.6, the oldest that is supported
