@@ -20,7 +20,7 @@ from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, RECORDS,
 MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
-# of exact trees of more than LEAST nodes that find products: untold, ptxas 12.8 and 12.9 take 128 and spill 24 or 40
+# of exact trees of more than LEAST nodes that are given products: untold, ptxas 12.8 and 12.9 take 128 and spill 24 or 40
 # bytes on sm_80 and sm_100
 EXACT_WITH_PRODUCTS = Registers(144)
 BLOCKS = {"columns", "lanes", "nodes", "records", "tokens", "slices"}  # of a tile that kernels have as constants
@@ -78,7 +78,7 @@ def verify_tile(
 
 
 def with_products(registers: Registers | None, nodes: int, parts: str) -> Registers | None:
-    """The limit of trees in blocks of so many nodes that find products of C and B; ``registers``: of others."""
+    """The limit of trees in blocks of so many nodes that are given products; ``registers``: of those that make them."""
     return EXACT_WITH_PRODUCTS if parts == "none" and nodes > LEAST else registers
 
 
@@ -321,12 +321,12 @@ def variants() -> list[Variant]:
         _verify_variant("fp32", 64, 256, 64, parts="bf16"),
     ]
     trees = [made for made in verifies if made.kernel is triton_kernels.tree_verify]
-    finding = [_with_products(made) for made in trees]
+    given = [_with_products(made) for made in trees]
     return [
         *verifies,
-        *finding,
+        *given,
         *(without_folds(made) for made in verifies if "split" in made.name or "chain" in made.name),
-        *(without_folds(made) for made in finding if "split" in made.name),
+        *(without_folds(made) for made in given if "split" in made.name),
         _extend_variant("fp32", 128, 64),
         _extend_variant("bf16", 256, 64),
         _prompt_variant(128, 64),
@@ -367,7 +367,7 @@ def _verify_variant(
 
 
 def _with_products(made: Variant) -> Variant:
-    """A variant of ``tree_verify`` that finds products of C and B."""
+    """A variant of ``tree_verify`` that is given products of C and B."""
     constants = {name: value for name, value in made.constexprs.items() if name != "products"}
     sizes = made.constexprs
     return replace(
