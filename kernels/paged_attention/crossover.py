@@ -122,7 +122,8 @@ def timed(heads: Heads, most_queries: int, in_kernel: Form, gathered: Form, seco
     """Median times of both forms by ascending size, up to one that takes long."""
     found: list[Seconds] = []
     for size in (size for size in SIZES if size <= most_queries):
-        calls = [partial(form, *_operands(heads, 0, size)) for form in (in_kernel, gathered)]
+        operands = _operands(heads, 0, size)
+        calls = [partial(form, *operands) for form in (in_kernel, gathered)]
         rounds = [[seconds(call) for call in calls] for _ in range(1 + ROUNDS)]
         medians = [statistics.median(of_form) for of_form in zip(*rounds[1:], strict=True)]
         found.append(Seconds(size, *medians))
