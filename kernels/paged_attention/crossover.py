@@ -45,8 +45,10 @@ class Seconds(NamedTuple):
     gathered: float
 
 
-# Fewest queries of a run for which keys are gathered; None: never. One GPU answers once for all engines of a process.
+# Fewest queries of a run for which keys are gathered, None: never; and the most of one call that were to be timed. One
+# GPU answers once for all engines of a process, but for an engine with longer calls.
 _least: dict[Heads, int | None] = {}
+_most: dict[Heads, int] = {}
 
 
 def is_gathered(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, has_gate: bool) -> bool:
@@ -96,12 +98,13 @@ def measure(heads: Heads, most_queries: int) -> int | None:
     Returns:
         The fewest queries for which keys are gathered; None: they never are.
     """
-    if heads not in _least:
+    if _most.get(heads, 0) < most_queries:
         from specmamba.kernels.paged_attention.triton_ops import attend_in_kernels
 
         forms = attend_in_kernels, torch_ops.attend_spans
         is_possible = _has_flash(heads) and agree(heads, *forms)
         _least[heads] = least_faster(timed(heads, most_queries, *forms, _gpu_seconds)) if is_possible else None
+        _most[heads] = most_queries
     return _least[heads]
 
 

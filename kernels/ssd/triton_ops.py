@@ -20,8 +20,8 @@ from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, RECORDS,
 MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
-# of exact trees of more than LEAST nodes that are given products: untold, ptxas 12.8 and 12.9 take 128 and spill 24 or 40
-# bytes on sm_80 and sm_100
+# of exact trees of more than LEAST nodes that are given products: untold, ptxas 12.8 and 12.9 take 128 and spill 24 or
+# 40 bytes on sm_80 and sm_100
 EXACT_WITH_PRODUCTS = Registers(144)
 BLOCKS = {"columns", "lanes", "nodes", "records", "tokens", "slices"}  # of a tile that kernels have as constants
 EXTENDS_IN_PARTS = True  # products of long prompts, for models in 16 bits; those of short ones are exact for all

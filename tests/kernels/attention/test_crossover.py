@@ -187,6 +187,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[Heads, int | None]:
     """What was measured, as ``is_gathered`` knows it: nothing yet."""
     found: dict[Heads, int | None] = {}
     monkeypatch.setattr(crossover, "_least", found)
+    monkeypatch.setattr(crossover, "_most", {})
     return found
 
 
@@ -245,10 +246,15 @@ def test_heads_are_timed_once(known: dict[Heads, int | None], monkeypatch: pytes
     monkeypatch.setattr(crossover, "timed", timed)
     assert crossover.measure(HEADS, 8192) == crossover.measure(HEADS, 8192) == 1024
     assert counted == [8192]
+    assert crossover.measure(HEADS, 512) == 1024
+    assert counted == [8192]
+    crossover.measure(HEADS, 16384)
+    assert counted == [8192, 16384]
+    counted.clear()
     monkeypatch.setattr(crossover, "agree", lambda *_: False)
     others = HEADS._replace(has_gate=False)
     assert crossover.measure(others, 8192) is None
-    assert counted == [8192]
+    assert counted == []
 
 
 def test_the_engine_times_the_heads_of_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
