@@ -41,7 +41,7 @@ class Seconds(NamedTuple):
     """Of one call."""
 
     num_queries: int
-    in_kernel: float
+    in_kernels: float
     gathered: float
 
 
@@ -86,7 +86,7 @@ def can_measure(device: torch.device) -> bool:
     return device.type == "cuda" and gpu.runs_on(device, "paged_attention") and not gpu.choice().is_always
 
 
-def measure(heads: Heads, most_queries: int) -> int | None:
+def measure(heads: Heads, most_queries: int, in_kernels: Form) -> int | None:
     """Time both forms on the device of the heads, unless that was done before; ``is_gathered`` then knows the result.
 
     It takes tenths of a second, beside the compilation of a kernel that the first prefill would wait for.
@@ -94,14 +94,13 @@ def measure(heads: Heads, most_queries: int) -> int | None:
     Args:
         heads: of a layer.
         most_queries: of one call; longer runs are not timed.
+        in_kernels: ``triton_ops.attend_in_kernels``.
 
     Returns:
         The fewest queries for which keys are gathered; None: they never are.
     """
     if _most.get(heads, 0) < most_queries:
-        from specmamba.kernels.paged_attention.triton_ops import attend_in_kernels
-
-        forms = attend_in_kernels, torch_ops.attend_spans
+        forms = in_kernels, torch_ops.attend_spans
         is_possible = _has_flash(heads) and agree(heads, *forms)
         _least[heads] = least_faster(timed(heads, most_queries, *forms, _gpu_seconds)) if is_possible else None
         _most[heads] = most_queries
@@ -115,18 +114,18 @@ def least_faster(times: Sequence[Seconds]) -> int | None:
     """
     least = None
     for size in reversed(times):
-        if size.gathered > WORTH * size.in_kernel:
+        if size.gathered > WORTH * size.in_kernels:
             break
         least = size.num_queries
     return least
 
 
-def timed(heads: Heads, most_queries: int, in_kernel: Form, gathered: Form, seconds: Timer) -> list[Seconds]:
+def timed(heads: Heads, most_queries: int, in_kernels: Form, gathered: Form, seconds: Timer) -> list[Seconds]:
     """Median times of both forms by ascending size, up to one that takes long."""
     found: list[Seconds] = []
     for size in (size for size in SIZES if size <= most_queries):
         operands = _operands(heads, 0, size)
-        calls = [partial(form, *operands) for form in (in_kernel, gathered)]
+        calls = [partial(form, *operands) for form in (in_kernels, gathered)]
         rounds = [[seconds(call) for call in calls] for _ in range(1 + ROUNDS)]
         medians = [statistics.median(of_form) for of_form in zip(*rounds[1:], strict=True)]
         found.append(Seconds(size, *medians))

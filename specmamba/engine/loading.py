@@ -297,12 +297,14 @@ def time_attention(models: Models, config: EngineConfig, device: torch.device) -
     """
     if not crossover.can_measure(device) or config.kv_cache_dtype != "auto":
         return {}
+    from specmamba.kernels.paged_attention.triton_ops import attend_in_kernels  # Triton is there
+
     found, most = Crossovers(), min(config.chunked_prefill_size, models.target.context_length)
     for model in filter(None, (models.target, models.draft)):
         for layer in _attention_layers((model.target, model.draft_head), set()):
             heads = crossover.heads_of(layer.form, model.cache_shape.dtype, device)
             if heads is not None and heads not in found:
-                found[heads] = crossover.measure(heads, most)
+                found[heads] = crossover.measure(heads, most, attend_in_kernels)
     torch.cuda.empty_cache()  # what was timed is as large as the activations of a prefill
     return found
 

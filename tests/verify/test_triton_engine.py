@@ -91,7 +91,7 @@ def gather_long_runs() -> list[int]:
 
     patch.setattr(crossover, "can_measure", lambda _: True)
     patch.setattr(crossover, "heads_of", heads_of)  # also in float32, whose texts can be compared
-    patch.setattr(crossover, "measure", lambda heads, _: crossover._least.setdefault(heads, 1))
+    patch.setattr(crossover, "measure", lambda heads, *_: crossover._least.setdefault(heads, 1))
     patch.setattr(torch_ops, "attend_spans", noted)
     return lengths
 

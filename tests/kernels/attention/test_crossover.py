@@ -76,9 +76,12 @@ def test_runs_see_their_rows_up_to_themselves(
     monkeypatch.setattr(torch_ops, "GATHERED_BYTES", at_once * torch_ops.gathered_bytes(run.kv, longest))
     gathered: list[int] = []
     select = Tensor.index_select
-    monkeypatch.setattr(
-        Tensor, "index_select", lambda pool, *given: gathered.append(pool.shape[1]) or select(pool, *given)
-    )
+
+    def noted(pool: Tensor, dim: int, slots: Tensor) -> Tensor:
+        gathered.append(pool.shape[1])
+        return select(pool, dim, slots)
+
+    monkeypatch.setattr(Tensor, "index_select", noted)
     gate = run.gate if has_gate else None
     out = torch_ops.attend_spans(run.q, run.kv, run.metadata, 0.3, gate)
     assert min(gathered) == at_once
@@ -226,14 +229,12 @@ def test_which_layers_are_timed() -> None:
     assert crossover.heads_of(AttentionConfig(4, 1, 576, 0.3, latent_dim=512), BF16, CPU) is None
 
 
-@pytest.mark.usefixtures("gpu_device")
 def test_without_flash_attention_nothing_is_timed(known: dict[Heads, int | None]) -> None:
     """As on a CPU, where PyTorch says that it has none."""
-    assert crossover.measure(HEADS, 8192) is None
+    assert crossover.measure(HEADS, 8192, torch_ops.attend_spans) is None
     assert known == {HEADS: None}
 
 
-@pytest.mark.usefixtures("gpu_device")
 def test_heads_are_timed_once(known: dict[Heads, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossover, "_has_flash", lambda _: True)
     monkeypatch.setattr(crossover, "agree", lambda *_: True)
@@ -244,26 +245,31 @@ def test_heads_are_timed_once(known: dict[Heads, int | None], monkeypatch: pytes
         return [Seconds(512, 1.0, 2.0), Seconds(1024, 2.0, 1.0)]
 
     monkeypatch.setattr(crossover, "timed", timed)
-    assert crossover.measure(HEADS, 8192) == crossover.measure(HEADS, 8192) == 1024
+    assert (
+        crossover.measure(HEADS, 8192, torch_ops.attend_spans)
+        == crossover.measure(HEADS, 8192, torch_ops.attend_spans)
+        == 1024
+    )
     assert counted == [8192]
-    assert crossover.measure(HEADS, 512) == 1024
+    assert crossover.measure(HEADS, 512, torch_ops.attend_spans) == 1024
     assert counted == [8192]
-    crossover.measure(HEADS, 16384)
+    crossover.measure(HEADS, 16384, torch_ops.attend_spans)
     assert counted == [8192, 16384]
     counted.clear()
     monkeypatch.setattr(crossover, "agree", lambda *_: False)
     others = HEADS._replace(has_gate=False)
-    assert crossover.measure(others, 8192) is None
+    assert crossover.measure(others, 8192, torch_ops.attend_spans) is None
     assert counted == []
 
 
+@pytest.mark.usefixtures("gpu_device")
 def test_the_engine_times_the_heads_of_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the draft head are the target's here; they are timed once, and told in the report and as JSON."""
     folder = write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL, FULL])
     monkeypatch.setattr(crossover, "can_measure", lambda _: True)
     asked: list[tuple[Heads, int]] = []
 
-    def measure(heads: Heads, most_queries: int) -> int:
+    def measure(heads: Heads, most_queries: int, _: object) -> int:
         asked.append((heads, most_queries))
         return 2048
 
