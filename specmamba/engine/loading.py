@@ -43,6 +43,7 @@ logger = logging.getLogger("specmamba")
 VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files of a tokenizer that have tokens
 
 DRAFT_FLAG = "--speculative-draft-model-path"
+Crossovers = dict[crossover.Heads, int | None]  # results of ``crossover.measure``
 SMALL_MODEL_BYTES = 64 << 20
 SHARED_MODEL_BYTES = 4 << 20
 WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
@@ -286,14 +287,11 @@ def _draft_keeps_codes(config: EngineConfig) -> bool:
     return chosen == "auto" and config.quantization == "auto"
 
 
-Crossovers = dict[crossover.Heads, int | None]
-
-
 def time_attention(models: Models, config: EngineConfig, device: torch.device) -> Crossovers:
     """Find for the heads of all layers from which length on runs of a prefill gather their keys.
 
     Returns:
-        Results of ``crossover.measure``; empty where there is no choice: on a CPU, or with codes for keys and values.
+        Empty where there is no choice: on a CPU, or with codes for keys and values.
     """
     if not crossover.can_measure(device) or config.kv_cache_dtype != "auto":
         return {}
