@@ -51,7 +51,12 @@ class Attention:
         """
         self._kv_layer = kv_layer
         self._in, self._out = project, out
-        self.form, self._has_rotary = form, has_rotary
+        self._form, self._has_rotary = form, has_rotary
+
+    @property
+    def form(self) -> paged_attention.AttentionConfig:
+        """The operations between the two projections."""
+        return self._form
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
@@ -63,4 +68,4 @@ class Attention:
         if self._has_rotary:
             assert context.rotary is not None
             cos, sin = context.rotary.cos, context.rotary.sin
-        return context.kv.attend(self._kv_layer, projected, self.form, cos, sin, context.packing)
+        return context.kv.attend(self._kv_layer, projected, self._form, cos, sin, context.packing)
