@@ -310,6 +310,7 @@ class PrefillChunk:
     tokens: Tensor  # [B, L] int64
     positions: Tensor  # [B, L] int64
     lengths: Tensor  # [B] int64, tokens of each row; the rest of a row is padding
+    spans: tuple[tuple[int, int], ...]  # the first position of each row's tokens, and the one behind its last
     is_padded: bool
     end: int  # all token positions are below it; padding positions may not be
 

@@ -1,7 +1,8 @@
 """Which operators run in Triton: ``SPECMAMBA_TRITON``.
 
 Unset: all of them. ``0``: none. ``interpret``: all, on CPU tensors too. ``moe,linear``: these alone.
-``-moe,-linear``: all but these. ``interpret`` may stand beside names.
+``-moe,-linear``: all but these. ``always``: all, also where PyTorch is found to be faster when an engine starts.
+``interpret`` and ``always`` may stand beside names.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Choice:
 
     operators: frozenset[str]  # those that run in Triton
     is_interpreted: bool  # on CPU tensors too
+    is_always: bool = False  # nothing is timed to see whether PyTorch is faster
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -52,24 +54,24 @@ def parse(setting: str) -> Choice:
         ValueError: an operator that does not exist, or names with and without a minus together.
     """
     words = [word.strip() for word in setting.split(",") if word.strip()]
-    is_interpreted = "interpret" in words
-    words = [word for word in words if word not in ("interpret", "1")]
-    if words == ["0"] and not is_interpreted:
+    ways = "interpret" in words, "always" in words
+    words = [word for word in words if word not in ("interpret", "always", "1")]
+    if words == ["0"] and not any(ways):
         return Choice(frozenset(), False)
     unwanted = [word for word in words if word.startswith("-")]
     names = [word.removeprefix("-") for word in words]
     _require_known(setting, names)
     if not unwanted:
-        return Choice(frozenset(names or operators()), is_interpreted)
+        return Choice(frozenset(names or operators()), *ways)
     if len(unwanted) < len(words):
         raise ValueError(f"{SWITCH}={setting}: name the operators to run in Triton, or with - those not to, not both")
-    return Choice(frozenset(operators()) - set(names), is_interpreted)
+    return Choice(frozenset(operators()) - set(names), *ways)
 
 
 def _require_known(setting: str, names: Iterable[str]) -> None:
     unknown = [name for name in names if name not in operators()]
     if unknown:
         raise ValueError(
-            f"{SWITCH}={setting}: there is no operator {unknown[0]!r} in Triton; there are 0, interpret, "
+            f"{SWITCH}={setting}: there is no operator {unknown[0]!r} in Triton; there are 0, interpret, always, "
             f"{', '.join(operators())}, and -NAME for all but one"
         )

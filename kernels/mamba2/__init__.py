@@ -4,14 +4,27 @@ from typing import TypeGuard
 
 from torch import Tensor
 
-from specmamba.kernels import gpu
+from specmamba.kernels import gpu, ssd
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.mamba2 import native_ops, torch_ops
 from specmamba.kernels.mamba2.native_ops import extend, tree_verify
 from specmamba.kernels.mamba2.operands import Inputs, Weights
 from specmamba.kernels.state_records import ExtendOperands, RecordOperands, RowSet, StateOperands
 
-__all__ = ["Inputs", "Weights", "can_extend", "can_fuse", "extend", "gate_and_norm", "step", "tree_verify"]
+__all__ = [
+    "Inputs",
+    "Weights",
+    "can_extend",
+    "can_fuse",
+    "extend",
+    "gate_and_norm",
+    "step",
+    "step_and_advance",
+    "tree_verify",
+]
+
+MAX_NODES = 64  # of a tree that one program of Triton verifies at once
+ONE_BLOCK = 64  # channels up to which one program may have a whole head
 
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
@@ -41,6 +54,34 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         u = dt x [B, L, H, P] and the log decays g = dt A [B, L, H], float32.
     """
     return torch_ops.step(dt, mixed, weights)
+
+
+def _shares_products(dt: Tensor, mixed: Tensor, weights: Weights, state: StateOperands) -> bool:
+    """Whether products of C and B are needed by several programs that Triton runs: it makes them once then."""
+    if not isinstance(state, RecordOperands) or not gpu.is_chosen("ssd"):
+        return False
+    if not 1 < state.trees.num_nodes <= MAX_NODES or state.trees.is_short_chain:
+        return False
+    is_shared = weights.num_heads > weights.num_groups or weights.head_dim > ONE_BLOCK
+    return is_shared and gpu.can_launch(dt, mixed, state.states)
+
+
+@operator(triton=_shares_products)
+def step_and_advance(dt: Tensor, mixed: Tensor, weights: Weights, state: StateOperands) -> Tensor:
+    """Step sizes, and with them the recurrence over a layer's convolved channels.
+
+    Args:
+        dt: [B, L, H], any float dtype.
+        mixed: [B, L, C] float32: x, B, C.
+        weights: of the layer.
+        state: as in ``ssd.advance``.
+
+    Returns:
+        Outputs [B, L, H, P] float32, as ``ssd.advance`` has them.
+    """
+    u, g = step(dt, mixed, weights)
+    b, c = weights.groups_of(mixed)
+    return ssd.advance(c, b, u, g, state)
 
 
 @operator(triton=lambda recurred, mixed, gate, *_: gpu.can_launch(recurred, mixed, gate))

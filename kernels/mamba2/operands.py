@@ -40,3 +40,9 @@ class Weights:
     @property
     def num_heads(self) -> int:
         return self.negative_a.shape[0]
+
+    def groups_of(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """B and C [B, L, G, S] among the convolved channels [B, L, C]."""
+        shape, inner, size = (self.num_groups, self.state_dim), self.num_heads * self.head_dim, mixed.shape[-1]
+        middle = (inner + size) // 2
+        return mixed[..., inner:middle].unflatten(-1, shape), mixed[..., middle:].unflatten(-1, shape)

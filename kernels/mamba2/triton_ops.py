@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import Variant, dense, next_power_of_2
+from specmamba.kernels.gpu import Variant, Work, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.mamba2 import triton_kernels
 from specmamba.kernels.mamba2.operands import Weights
+from specmamba.kernels.ssd import triton_ops as ssd
 from specmamba.kernels.state_records import RowSet
+from specmamba.kernels.state_records.operands import Buffers, RecordOperands, StateOperands, Trees
+from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, RECORDS, block, parts_of, without_folds
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,14 @@ def step_tile(head_dim: int) -> Tile:
     """Choose the tile of ``step``: some heads of one token, 512 channels or slightly more."""
     columns = next_power_of_2(head_dim)
     return Tile({"HEADS": max(1, 512 // columns), "COLUMNS": columns}, num_warps=4)
+
+
+def tree_step_tile(num_nodes: int, head_dim: int, is_exact: bool) -> Tile:
+    """Choose the tile of ``tree_step``: on tensor cores a warp multiplies 16 nodes with 16; more would repeat that."""
+    nodes, columns = block(num_nodes), next_power_of_2(head_dim)
+    num_warps = 4 if is_exact else min(4, nodes // 16)
+    sizes = {"HEADS": max(1, 128 * num_warps // columns), "COLUMNS": columns}
+    return Tile(sizes | {"NODES": nodes, "LANES": 16 if is_exact else 32, "RECORDS": RECORDS}, num_warps)
 
 
 def norm_tile(inner: int, norm_groups: int, has_norm: bool) -> tuple[int, Tile]:
@@ -63,6 +74,55 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     return u, g
 
 
+def step_and_advance(dt: Tensor, mixed: Tensor, weights: Weights, state: StateOperands) -> Tensor:
+    """Draft trees with records: products of C and B are made beside the step sizes, once for a group."""
+    assert isinstance(state, RecordOperands), "products are of trees with records"
+    mixed, buffers, trees = dense(mixed), state.buffers, state.trees
+    u, g, products = tree_step(dense(dt), mixed, weights, buffers, trees)
+    b, c = weights.groups_of(mixed)
+    return ssd.tree_verify_in_place(c, b, u, g, buffers, trees, products)
+
+
+def tree_step(
+    dt: Tensor, mixed: Tensor, weights: Weights, buffers: Buffers, trees: Trees
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch for the nodes of trees: step sizes, products of C and B, and nodes' B in their records.
+
+    Args:
+        dt, mixed: [B, N, H] and [B, N, C], N <= 64, the last dimension dense.
+        weights: of the layer.
+        buffers, trees: as in ``ssd.triton_ops.tree_verify_in_place``.
+
+    Returns:
+        u [B, N, H, P] and g [B, N, H] as in ``step``, and products [B, G, N', N' + R'] float32 of C of nodes with B of
+        nodes and of pending records, N' nodes and R' records rounded up to 16. All unspecified for rows of slot 0.
+    """
+    w, t, (batch, nodes, heads) = weights, trees, dt.shape
+    parts = parts_of(buffers.conv_inputs.dtype, mixed.device)
+    tile = tree_step_tile(nodes, w.head_dim, parts == "none")
+    rows = tile.constexprs["NODES"]
+    columns = rows + num_blocks(t.node_offset, RECORDS) * RECORDS
+    g = mixed.new_empty(batch, nodes, heads, dtype=torch.float32)
+    u = mixed.new_empty(batch, nodes, heads, w.head_dim, dtype=torch.float32)
+    products = mixed.new_empty(batch, w.num_groups, rows, columns, dtype=torch.float32)
+    if u.numel() > 0:
+        multiplying = w.num_groups * (columns // RECORDS)
+        programs = multiplying + nodes * num_blocks(heads, tile.constexprs["HEADS"])
+        launch(
+            *(triton_kernels.tree_step, (programs, batch), tile, _tree_step_constants(tile, w, parts)),
+            *(dt, mixed, w.dt_bias.contiguous(), w.negative_a.contiguous(), u, g, products, buffers.k),
+            *(t.rows, t.slots, t.num_pending, t.folds, *map(float, w.dt_limit), nodes, t.node_offset),
+            *(*dt.stride()[:2], *mixed.stride()[:2], *buffers.k.stride()[:3], columns),
+        )
+    return u, g, products
+
+
+def _tree_step_constants(tile: Tile, weights: Weights, parts: str) -> dict[str, Any]:
+    w = weights
+    sizes = {"NUM_HEADS": w.num_heads, "HEAD_DIM": w.head_dim, "NUM_GROUPS": w.num_groups, "STATE_DIM": w.state_dim}
+    return {**sizes, **tile.constexprs, "PARTS": parts}
+
+
 def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, slots: RowSet) -> Tensor:
     """One launch; a program has one norm part of one token. Rows of slot 0 return zeros."""
     w, gate, mixed, (batch, nodes, inner) = weights, dense(gate), dense(mixed), gate.shape
@@ -87,9 +147,16 @@ def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weight
 
 def variants() -> list[Variant]:
     """Variants to compile ahead of time: both dtypes of activations, and every kind of norm."""
+    in_parts = _tree_step_variant(16, 128, "bf16")
     return [
         _step_variant("fp32", 64),
         _step_variant("bf16", 128),
+        in_parts,
+        without_folds(in_parts),
+        _tree_step_variant(16, 256, "bf16"),
+        _tree_step_variant(64, 256, "bf16"),
+        _tree_step_variant(16, 128, "none"),
+        _tree_step_variant(64, 128, "none"),
         _norm_variant("fp32", 8192, 8, "after"),
         _norm_variant("bf16", 5120, 1, "after"),
         _norm_variant("bf16", 8192, 8, "before"),
@@ -103,6 +170,19 @@ def _step_variant(dtype: str, head_dim: int) -> Variant:
     floats = dict.fromkeys(("mixed", "dt_bias", "negative_a", "u", "g"), "*fp32")
     types = floats | {"dt": f"*{dtype}", "dt_min": "fp32", "dt_max": "fp32"}
     return _variant(f"step {dtype} P={head_dim}", triton_kernels.step, types, sizes, tile)
+
+
+def _tree_step_variant(nodes: int, state_dim: int, parts: str) -> Variant:
+    tile, kernel = tree_step_tile(nodes, 64, parts == "none"), triton_kernels.tree_step
+    sizes: dict[str, Any] = {"NUM_HEADS": 64, "HEAD_DIM": 64, "NUM_GROUPS": 8, "STATE_DIM": state_dim}
+    sizes |= {**tile.constexprs, "PARTS": parts}
+    floats = ("mixed", "dt_bias", "negative_a", "u", "g", "products", "kept_b")
+    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("rows", "slots", "num_pending"), "*i64")
+    types |= {"dt": "*fp32" if parts == "none" else "*bf16", "folds": "*i1", "dt_min": "fp32", "dt_max": "fp32"}
+    kind = "exact" if parts == "none" else "split"
+    made = _variant(f"tree_step N={nodes} {kind} S={state_dim} P=64", kernel, types, sizes, tile)
+    # of one group: both sides of branches are counted, so that step sizes are in every one of these programs
+    return replace(made, work=Work(tile.constexprs["NODES"] // RECORDS + (COUNTED_PENDING > 0), {}))
 
 
 def _norm_variant(dtype: str, inner: int, groups: int, norm: str) -> Variant:

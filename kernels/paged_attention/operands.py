@@ -80,6 +80,9 @@ class AttentionMetadata:
     seen: Tensor | None = None  # [B, Q, M] bool
     first_row: int | None = None  # the rows are consecutive and begin with this one; None: unknown
     sees_all: bool = False  # every query sees first..num_keys - 1, all of it
+    # Of a prefill, in which no row is padding, what the host knows: the position of each row's first query, and the one
+    # behind its last; further queries are padding, whose results mean nothing. None: the device alone knows.
+    spans: tuple[tuple[int, int], ...] | None = None
     # The native form takes the queries of ragged trees packed, [1, T, ...]: row b's begin at firsts[b].
     firsts: Tensor | None = None  # [B] int64
     counts: Tensor | None = (

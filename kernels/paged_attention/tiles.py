@@ -88,18 +88,6 @@ def num_splits(num_programs: int, num_keys: int) -> int:
     return max(1, min(wanted, -(-num_keys // KEYS_OF_A_SPLIT), MAX_SPLITS))
 
 
-# (dtype, head size) -> num_queries x num_keys from which on PyTorch's attention over gathered keys is faster for a run
-# of more than MAX_SPLIT_QUERIES queries. Empty, as nothing was measured: it may win where the gather, and the mask of
-# that size, cost little beside the products. The place for what `bench ops` finds on a GPU.
-TORCH_FROM: Mapping[tuple[torch.dtype, int], int] = MappingProxyType({})
-
-
-def prefers_torch(num_queries: int, num_keys: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's attention is taken for a long run; see ``TORCH_FROM``."""
-    least = TORCH_FROM.get((dtype, head_dim))
-    return least is not None and num_queries * num_keys >= least
-
-
 # What a pool holds, as kernels name it; see triton_codes.py.
 CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.int8: 1, torch.float8_e4m3fn: 2})
 

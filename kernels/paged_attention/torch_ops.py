@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from specmamba.kernels import rowwise
 from specmamba.kernels.paged_attention.codes import as_bytes, quantize
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 QUERIES_AT_ONCE = 256  # that attend to codes, whose scores are kept
+GATHERED_BYTES = 256 << 20  # of keys and values that ``attend_spans`` gathers at once
 
 
 def attend(
@@ -44,6 +46,49 @@ def attend(
         batch, num_kv_heads, -1, num_queries, v_pool.shape[2]
     )
     return out.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_q_heads, -1)
+
+
+def attend_spans(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
+    """Causal attention of long runs, row by row: for GPUs, where PyTorch has FlashAttention (arXiv 2307.08691).
+
+    No mask is made where that takes the heads. So many key heads are gathered at once as ``GATHERED_BYTES`` holds, one
+    at least.
+
+    Args:
+        q: [B, N, Hq, D].
+        kv: has no scales.
+        metadata: has spans, none of which begins in front of ``metadata.first``.
+        scale: of the scores.
+        gate: [B, N, Hq V], by whose sigmoid the output is multiplied; None: it is not.
+
+    Returns:
+        Output [B, N, Hq, V]; 0 behind a row's last query.
+    """
+    key_heads, group = kv.k_pool.shape[1], q.shape[2] // kv.k_pool.shape[1]
+    out = q.new_empty(*q.shape[:3], kv.v_pool.shape[2])
+    assert metadata.spans is not None
+    for row, (begin, end) in enumerate(metadata.spans):
+        slots = metadata.indices[row, metadata.first : end]
+        at_once = max(1, GATHERED_BYTES // max(1, gathered_bytes(kv, len(slots))))
+        for head in range(0, key_heads, at_once):
+            keys, queries = slice(head, head + at_once), slice(head * group, (head + at_once) * group)
+            k, v = (pool[:, keys].index_select(0, slots) for pool in (kv.k_pool, kv.v_pool))
+            out[row, : end - begin, queries] = _attend_causally(q[row, : end - begin, queries], k, v, scale)
+        out[row, end - begin :] = 0
+    return out if gate is None else out.mul_(gate.sigmoid().view(out.shape))
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [N, Hq, D], k and v [L, Hkv, D]; the last query sees all keys, each one before it a key less: [N, Hq, D]."""
+    causal = causal_lower_right(len(q), len(k))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+def gathered_bytes(kv: LayerKV, num_keys: int) -> int:
+    """Bytes of the keys and values of one key head that ``attend_spans`` gathers for a row."""
+    return num_keys * (kv.k_pool.shape[2] + kv.v_pool.shape[2]) * kv.k_pool.element_size()
 
 
 def attend_to_codes(q: Tensor, kv: LayerKV, kv_indices: Tensor, mask: Tensor | None, scale: float) -> Tensor:

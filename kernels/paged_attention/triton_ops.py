@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gpu import register_options
-from specmamba.kernels.paged_attention import tiles, torch_ops
+from specmamba.kernels.paged_attention import crossover, tiles, torch_ops
 from specmamba.kernels.paged_attention import triton_kernels as kernels
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
@@ -116,15 +116,20 @@ class _Pools:
 
 def _attend(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
     """``attend``, then times the sigmoid of the gate [B, N, Hq V]."""
+    # what is gathered is seen up to each query: a layer that sees less of it (a window) has to stay in the kernels
+    if crossover.is_gathered(q, kv, metadata, gate is not None):
+        return torch_ops.attend_spans(q, kv, metadata, scale, gate)
+    return attend_in_kernels(q, kv, metadata, scale, gate)
+
+
+def attend_in_kernels(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
+    """As ``attend``, whatever the size; then times the sigmoid of the gate [B, N, Hq V]."""
     pools = _Pools.of(kv)
     if q.numel() == 0:
         return _empty_outputs(q, pools)
-    num_queries, dim = q.shape[1], q.shape[3]
     num_keys = min(metadata.num_keys, metadata.table.shape[1])
-    if num_queries > tiles.MAX_SPLIT_QUERIES and tiles.prefers_torch(num_queries, num_keys, dim, q.dtype):
-        return _attend_in_torch(q, kv, metadata, scale, gate)
     q, gate = _dense(q), None if gate is None else _dense(gate)
-    if num_queries <= tiles.MAX_SPLIT_QUERIES:
+    if q.shape[1] <= tiles.MAX_SPLIT_QUERIES:
         return _attend_in_parts(q, pools, metadata, num_keys, scale, gate)
     out = _empty_outputs(q, pools)
     _launch(q, pools, metadata, num_keys, scale, gate, out)
@@ -201,17 +206,6 @@ def _launch(
         num_stages=tile.num_stages,
         **register_options(tile.registers, q.device),
     )
-
-
-def _attend_in_torch(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
-    """The same through PyTorch's own attention, over keys that are gathered first."""
-    if kv.k_scales is None:
-        out = torch_ops.attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, scale)
-    else:
-        out = torch_ops.attend_to_codes(q, kv, metadata.indices, metadata.mask, scale)
-    if gate is not None:
-        out = out * gate.sigmoid().view(out.shape)
-    return torch.where((metadata.rows == 0)[:, None, None, None], 0.0, out)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -121,18 +121,43 @@ def _decay_between(
 
 @triton.jit
 def _scores(
-    c, i, c_node_stride, num_nodes, b, j, b_stride, num_b,
+    products, sees, c, i, c_node_stride, num_nodes, b, j, b_node_stride,
     STATE_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, RECORDS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Products of C of nodes i with B of nodes or records j, [I, J], and NaN for each j that is not finite, [J]."""
+    """Products of C of nodes i with B of nodes j, [I, J], and NaN for each j that is not finite, [J].
+
+    ``products``: where they are found, NaN already for such j; [I, 1] of node 0. None: they are made.
+    """
     scores, flaws = tl.zeros([NODES, RECORDS], tl.float32), tl.zeros([RECORDS], tl.float32)
-    for first in range(0, STATE_DIM, LANES):
-        lanes = first + tl.arange(0, LANES)
-        of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
-        of_b = _vectors(b, j, b_stride, lanes, num_b, STATE_DIM)
-        flaws += tl.sum(_flaw(of_b), axis=1)
-        scores = add_product(scores, of_c, tl.trans(_finite(of_b)), PARTS)
+    if products is None:
+        for first_again in range(0, STATE_DIM, LANES):
+            lanes = first_again + tl.arange(0, LANES)
+            of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
+            of_b = _vectors(b, j, b_node_stride, lanes, num_nodes, STATE_DIM)
+            flaws += tl.sum(_flaw(of_b), axis=1)
+            scores = add_product(scores, of_c, tl.trans(_finite(of_b)), PARTS)
+    else:
+        scores = tl.load(products + j[None, :], mask=sees, other=0.0)
     return scores, flaws
+
+
+@triton.jit
+def _scores_of_records(
+    products, c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending,
+    STATE_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, RECORDS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Products of C of nodes i with B of pending records j, [I, J], found or made; records are finite."""
+    scores = tl.zeros([NODES, RECORDS], tl.float32)
+    if products is None:
+        for first_of_records in range(0, STATE_DIM, LANES):
+            lanes = first_of_records + tl.arange(0, LANES)
+            of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
+            of_b = _vectors(kept_b, j, kept_b_record_stride, lanes, pending, STATE_DIM)
+            scores = add_product(scores, of_c, tl.trans(of_b), PARTS)
+    else:
+        is_pending = (i < num_nodes)[:, None] & (j < pending)[None, :]
+        scores = tl.load(products + NODES + j[None, :], mask=is_pending, other=0.0)
+    return scores
 
 
 @triton.jit
@@ -141,8 +166,8 @@ def _keep(
     STATE_DIM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Store B of nodes i in their records."""
-    for first in range(0, STATE_DIM, LANES):
-        lanes = first + tl.arange(0, LANES)
+    for first_kept in range(0, STATE_DIM, LANES):
+        lanes = first_kept + tl.arange(0, LANES)
         of_b = _finite(_vectors(b, i, b_node_stride, lanes, num_nodes, STATE_DIM))
         in_record = (i < num_nodes)[:, None] & (lanes < STATE_DIM)[None, :]
         place = kept_b + (node_offset + i).to(tl.int64)[:, None] * kept_b_record_stride + lanes[None, :]
@@ -151,18 +176,22 @@ def _keep(
 
 @triton.jit(do_not_specialize=["node_offset", "num_nodes", "g_batch_stride"])
 def tree_verify(
-    c, b, u, g, out, states, kept_b, kept_u, kept_decay, ancestors, rows, slots, num_pending, folds,
+    c, b, u, g, out, states, kept_b, kept_u, kept_decay, ancestors, products, rows, slots, num_pending, folds,
     node_offset, num_nodes, heads_per_group,
     c_batch_stride, c_node_stride, c_group_stride, b_batch_stride, b_node_stride, b_group_stride,
     u_batch_stride, u_node_stride, u_head_stride, g_batch_stride, g_node_stride, out_batch_stride, out_node_stride,
     states_slot_stride, states_head_stride, states_lane_stride,
     kept_b_row_stride, kept_b_record_stride, kept_b_group_stride,
     kept_u_row_stride, kept_u_record_stride, kept_u_head_stride, kept_decay_row_stride, kept_decay_record_stride,
+    products_node_stride,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
     NODES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, RECORDS: tl.constexpr,
     PARTS: tl.constexpr,  # of products: see ``product``
 ):  # fmt: skip
-    """Up to NODES nodes at once, every sum a matrix product; ``rows`` and ``slots`` None: those of the batch itself."""
+    """Up to NODES nodes at once, every sum a matrix product; ``rows`` and ``slots`` None: those of the batch itself.
+
+    ``products`` None: those of C and B are made here, and nodes' B are left in their records; else both is done.
+    """
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group, i, columns = head // heads_per_group, tl.arange(0, NODES), block * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = columns < HEAD_DIM
@@ -212,16 +241,21 @@ def tree_verify(
     decay = _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES)  # from the pending records on
     total *= tl.exp(decay + tl.where(is_folding, 0.0, last_decay))[:, None]
 
+    if products is not None:
+        num_groups = tl.num_programs(1) // heads_per_group
+        products += (batch * num_groups + group) * (NODES * products_node_stride) + i[:, None] * products_node_stride
     for start in range(0, num_nodes, RECORDS):
         j = start + tl.arange(0, RECORDS)
         own = tl.load(g + j * g_node_stride, mask=j < num_nodes, other=0.0)
         of_u = _vectors(u, j, u_node_stride, columns, num_nodes, HEAD_DIM)
         between = _decay_between(ancestors, g, g_node_stride, i, j, num_nodes, NODES, RECORDS, PARTS)
+        is_seen = _sees(ancestors, i, j, num_nodes)
         scores, flaws = _scores(
-            c, i, c_node_stride, num_nodes, b, j, b_node_stride, num_nodes, STATE_DIM, NODES, LANES, RECORDS, PARTS
-        )
+            products, is_seen, c, i, c_node_stride, num_nodes, b, j, b_node_stride,
+            STATE_DIM, NODES, LANES, RECORDS, PARTS,
+        )  # fmt: skip
         flaws += tl.sum(_flaw(of_u), axis=1) + _flaw(own)
-        of_u, is_seen = _finite(of_u), _sees(ancestors, i, j, num_nodes)
+        of_u = _finite(of_u)
         weights = scores * between + tl.where(is_seen, flaws[None, :], 0.0)
         total = add_product(total, weights, of_u, PARTS)
 
@@ -230,16 +264,18 @@ def tree_verify(
         tl.store(kept_u + record[:, None] * kept_u_record_stride + columns[None, :], of_u, mask=in_record)
         if block == 0:
             tl.store(kept_decay + record * kept_decay_record_stride, _finite(own), mask=j < num_nodes)
-    if (block == 0) & (head % heads_per_group == 0):
+    is_keeping = (block == 0) & (head % heads_per_group == 0) if products is None else False
+    if is_keeping:
         _keep(b, b_node_stride, kept_b, kept_b_record_stride, i, node_offset, num_nodes, STATE_DIM, LANES)
 
     behind = 0.0
-    for part in range(tl.where(is_folding, 0, tl.cdiv(pending, RECORDS))):
+    num_beside = tl.where(is_folding, 0, pending)  # records that are read beside the state
+    for part in range(tl.cdiv(num_beside, RECORDS)):
         j, to_last, behind = decays_to_last(kept_decay, pending, kept_decay_record_stride, part, behind, RECORDS)
         between = tl.exp(decay[:, None] + to_last[None, :])
         of_u = _vectors(kept_u, j, kept_u_record_stride, columns, pending, HEAD_DIM)
-        scores, _ = _scores(
-            c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending,
+        scores = _scores_of_records(
+            products, c, i, c_node_stride, num_nodes, kept_b, j, kept_b_record_stride, pending,
             STATE_DIM, NODES, LANES, RECORDS, PARTS,
         )  # fmt: skip
         total = add_product(total, scores * between, of_u, PARTS)

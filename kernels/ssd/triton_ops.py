@@ -20,6 +20,9 @@ from specmamba.kernels.state_records.triton_ops import COUNTED_PENDING, RECORDS,
 MANY_STATES = 512  # heads of all rows from which on smaller programs are faster
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
+# of exact trees of more than LEAST nodes that are given products: untold, ptxas 12.8 and 12.9 take 128 and spill 24 or
+# 40 bytes on sm_80 and sm_100
+EXACT_WITH_PRODUCTS = Registers(144)
 BLOCKS = {"columns", "lanes", "nodes", "records", "tokens", "slices"}  # of a tile that kernels have as constants
 EXTENDS_IN_PARTS = True  # products of long prompts, for models in 16 bits; those of short ones are exact for all
 
@@ -74,6 +77,11 @@ def verify_tile(
     return Tile(columns=min(head, 32), lanes=16, nodes=nodes, records=16, num_warps=1, registers=room)
 
 
+def with_products(registers: Registers | None, nodes: int, parts: str) -> Registers | None:
+    """The limit of trees in blocks of so many nodes that are given products; ``registers``: of those that make them."""
+    return EXACT_WITH_PRODUCTS if parts == "none" and nodes > LEAST else registers
+
+
 def chain_tile(state_dim: int, head_dim: int) -> Tile:
     """Choose the tile for chains of up to MAX_CHAIN nodes: one warp, with 64 numbers of the state in each thread."""
     lanes, room = _at_least(state_dim), Registers(ROOM, since=10)
@@ -98,7 +106,9 @@ def advance(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: StateOperands) ->
     return state.launch(sys.modules[__name__], (c, b, u, g))
 
 
-def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Buffers, trees: Trees) -> Tensor:
+def tree_verify_in_place(
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Buffers, trees: Trees, products: Tensor | None = None
+) -> Tensor:
     """Compute the outputs of all nodes from one read of the checkpoints; write their records.
 
     The records of node i go to entry ``node_offset + i`` of its row. A row that ``folds`` reads its checkpoint advanced
@@ -113,6 +123,8 @@ def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Bu
             [rows, R, H]. Of ``conv_inputs`` the dtype alone: for models in 16 bits products of trees run in parts of
             bfloat16. Others are not read.
         trees: ``conv_index`` is not read.
+        products: of C and B, and the nodes' B are in their records already: ``mamba2.triton_ops.tree_step``. For trees
+            that are no short chains. None: they are made here.
 
     Returns:
         Output [B, N, H, P] float32, zeros for rows of slot 0; NaN as in ``torch_ops.tree_verify``.
@@ -121,7 +133,8 @@ def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Bu
         ValueError: there are more nodes.
     """
     records = buffers.k, buffers.u, buffers.decay
-    return _verify((c, b, u, g), buffers.states, records, trees.rows, trees.slots, trees, buffers.conv_inputs.dtype)
+    dtype = buffers.conv_inputs.dtype
+    return _verify((c, b, u, g), buffers.states, records, trees.rows, trees.slots, trees, dtype, products)
 
 
 def tree_verify(
@@ -239,6 +252,7 @@ def _verify(
     slots: Tensor | None,
     trees: Trees,
     model_dtype: torch.dtype,
+    products: Tensor | None = None,
 ) -> Tensor:
     """Launch a verify. Rows and slots None: row b of the batch uses row b of records and states; no padding."""
     c, b, u, g = (dense(x) for x in tokens)
@@ -275,10 +289,12 @@ def _verify(
         )
         return out
     sizes["PARTS"] = parts
+    if products is not None:
+        sizes |= register_options(with_products(tile.registers, tile.nodes, parts), u.device)
     triton_kernels.tree_verify[_grid(tile, out)](
-        *(c, b, u, g, out, states, *records, t.ancestors.contiguous(), rows, slots, t.num_pending, t.folds),
+        *(c, b, u, g, out, states, *records, t.ancestors.contiguous(), products, rows, slots, t.num_pending, t.folds),
         *(t.node_offset, nodes, per_group, *c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2]),
-        *(*out.stride()[:2], *of_states, *kept),
+        *(*out.stride()[:2], *of_states, *kept, 0 if products is None else products.stride(2)),
         **sizes,
     )
     return out
@@ -304,9 +320,13 @@ def variants() -> list[Variant]:
         _verify_variant("fp32", 16, 128, 64, parts="bf16", num_states=32),
         _verify_variant("fp32", 64, 256, 64, parts="bf16"),
     ]
+    trees = [made for made in verifies if made.kernel is triton_kernels.tree_verify]
+    given = [_with_products(made) for made in trees]
     return [
         *verifies,
+        *given,
         *(without_folds(made) for made in verifies if "split" in made.name or "chain" in made.name),
+        *(without_folds(made) for made in given if "split" in made.name),
         _extend_variant("fp32", 128, 64),
         _extend_variant("bf16", 256, 64),
         _prompt_variant(128, 64),
@@ -334,12 +354,29 @@ def _verify_variant(
     if is_chain:
         kernel, tile = triton_kernels.chain_verify, chain_tile(state_dim, head_dim)
         name = name.replace("tree_verify", "tree_verify chain")
-    sizes = constexprs(tile, state_dim, head_dim, parts if kernel is triton_kernels.tree_verify else "")
+    sizes = constexprs(tile, state_dim, head_dim)
+    if kernel is triton_kernels.tree_verify:
+        sizes |= {"PARTS": parts, "products": None}
     made = _variant(name, kernel, tile, sizes, types | {"states": f"*{state}"})
-    # count and BLOCK_RECORDS: names in functions of state_records
-    trips = {"num_nodes": nodes, "pending": COUNTED_PENDING, "count": COUNTED_PENDING, "BLOCK_RECORDS": tile.records}
-    work = Work(head_dim // tile.columns, trips)
-    return replace(made, work=work) if is_chain else made
+    if nodes == 1:
+        return made
+    # count and BLOCK_RECORDS: names in functions of state_records. Of trees a row is counted that does not fold
+    pending = COUNTED_PENDING if is_chain else 0
+    trips = {"num_nodes": nodes, "pending": pending, "count": pending, "num_beside": COUNTED_PENDING}
+    return replace(made, work=Work(head_dim // tile.columns, trips | {"BLOCK_RECORDS": tile.records}))
+
+
+def _with_products(made: Variant) -> Variant:
+    """A variant of ``tree_verify`` that is given products of C and B."""
+    constants = {name: value for name, value in made.constexprs.items() if name != "products"}
+    sizes = made.constexprs
+    return replace(
+        made,
+        name=f"{made.name} products",
+        signature={**made.signature, "products": "*fp32"},
+        constexprs=constants,
+        registers=with_products(made.registers, sizes["NODES"], sizes["PARTS"]),
+    )
 
 
 def _extend_variant(state: str, state_dim: int, head_dim: int) -> Variant:

@@ -53,7 +53,9 @@ class PagedKV:
     @classmethod
     def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: PrefillChunk, first_key: int = 0) -> PagedKV:
         """For known tokens: each query sees the positions from ``first_key`` to its own (``AttentionMetadata``)."""
-        keys = paged_attention.AttentionMetadata(table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key)
+        keys = paged_attention.AttentionMetadata(
+            table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key, spans=chunk.spans
+        )
         return cls(pool, table.slots_of(chunk).view(-1), keys)
 
     def attend(
@@ -175,12 +177,14 @@ def prefill_chunk(
         row_index, first, counts, tokens = (torch.tensor(column, device=device) for column in columns)
     else:
         row_index, first, counts, tokens = writes.send_columns(columns)
+    spans = tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
     return PrefillChunk(
         rows=tuple(rows),
         row_index=row_index,
         tokens=tokens.view(size, longest),
         positions=first[:, None] + torch.arange(longest, device=device),
         lengths=counts,
+        spans=spans,
         is_padded=min(lengths) < longest,
-        end=max(start + length for start, length in zip(starts, lengths, strict=True)),
+        end=max(end for _, end in spans),
     )

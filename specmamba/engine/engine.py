@@ -40,8 +40,9 @@ from specmamba.engine.loading import (
     require_target,
     resolve_device,
     set_threads,
+    time_attention,
 )
-from specmamba.engine.model_report import describe_engine
+from specmamba.engine.model_report import crossover_lines, describe_engine
 from specmamba.engine.request import Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
@@ -99,6 +100,7 @@ class Engine(BaseEngine):
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device, ranks=self.ranks)
             self.model = self.models.target
+            self._crossovers = time_attention(self.models, config, self.device)  # before pools take the memory
             self.vocab_size = self.model.target.vocab_size
             self.eos_token_ids = self.model.eos_token_ids
             self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size, self.models.block_size)
@@ -156,6 +158,7 @@ class Engine(BaseEngine):
         )
         graph_lines += [] if tiers is None else tiers.describe_lines()
         graph_lines += [] if self.ranks.size == 1 else [f"{self.ranks.size} ranks share the model: sizes are of one"]
+        graph_lines += crossover_lines(self._crossovers)
         for line in (*config.describe_defaults(given), *self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
@@ -384,6 +387,7 @@ class Engine(BaseEngine):
             self.memory_plan,
             self.device,
             () if graph_runner is None else graph_runner.buckets,
+            self._crossovers,
         )
 
     def close(self) -> None:

@@ -22,10 +22,13 @@ from specmamba.checkpoints.checkpoint import (
 )
 from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.engine.captured.step_memory import parts_below
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
 from specmamba.kernels.native.levels import chosen_level
+from specmamba.kernels.paged_attention import crossover
+from specmamba.layers.attention import Attention
 from specmamba.models.base import LoadedModel, LoadOptions, Models
 from specmamba.models.draft_heads import is_draft_head, load_draft_head
 from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
@@ -40,6 +43,7 @@ logger = logging.getLogger("specmamba")
 VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files of a tokenizer that have tokens
 
 DRAFT_FLAG = "--speculative-draft-model-path"
+Crossovers = dict[crossover.Heads, int | None]  # results of ``crossover.measure``
 SMALL_MODEL_BYTES = 64 << 20
 SHARED_MODEL_BYTES = 4 << 20
 WEIGHT_SAMPLES = 2048  # of 16 KiB, of every file of weights: files of up to 32 MiB are read whole
@@ -281,6 +285,37 @@ def _draft_keeps_codes(config: EngineConfig) -> bool:
     """Whether a draft's matrices stay as they are stored, where that is quantized."""
     chosen = config.speculative_draft_model_quantization
     return chosen == "auto" and config.quantization == "auto"
+
+
+def time_attention(models: Models, config: EngineConfig, device: torch.device) -> Crossovers:
+    """Find for the heads of all layers from which length on runs of a prefill gather their keys.
+
+    Returns:
+        Empty where there is no choice: on a CPU, or with codes for keys and values.
+    """
+    if not crossover.can_measure(device) or config.kv_cache_dtype != "auto":
+        return {}
+    from specmamba.kernels.paged_attention.triton_ops import attend_in_kernels  # Triton is there
+
+    found, most = Crossovers(), min(config.chunked_prefill_size, models.target.context_length)
+    for model in filter(None, (models.target, models.draft)):
+        for layer in _attention_layers((model.target, model.draft_head), set()):
+            heads = crossover.heads_of(layer.form, model.cache_shape.dtype, device)
+            if heads is not None and heads not in found:
+                found[heads] = crossover.measure(heads, most, attend_in_kernels)
+    torch.cuda.empty_cache()  # what was timed is as large as the activations of a prefill
+    return found
+
+
+def _attention_layers(part: object, seen: set[int]) -> Iterator[Attention]:
+    """Layers of a part of a model, but for objects whose id is in ``seen``, which the others are added to."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, Attention):
+        yield part
+    for below in parts_below(part):
+        yield from _attention_layers(below, seen)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>

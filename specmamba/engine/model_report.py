@@ -21,9 +21,10 @@ from specmamba.checkpoints.quantized.stored_report import StoredMatrices
 from specmamba.config import TEXT_ALGORITHMS, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.engine.captured.step_memory import graph_token_bytes, parts_below, products_below
-from specmamba.engine.loading import load_models, load_tokenizer, require_target, resolve_device
+from specmamba.engine.loading import Crossovers, load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels import gpu
+from specmamba.kernels.paged_attention import crossover
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
@@ -252,6 +253,7 @@ def describe_engine(
     memory: MemoryPlan,
     device: torch.device,
     graph_batch_sizes: Sequence[int],
+    crossovers: Crossovers,
 ) -> dict[str, object]:
     """Model, settings, sizes and versions of an engine that was started, ready for JSON.
 
@@ -263,6 +265,7 @@ def describe_engine(
         memory: bytes of the pools.
         device: of models and pools.
         graph_batch_sizes: batch sizes that steps are captured for; empty where no step is captured.
+        crossovers: from which length on runs of a prefill gather their keys, by heads of layers.
     """
     model, draft = models.target, models.draft
     return {
@@ -292,6 +295,7 @@ def describe_engine(
         "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
         "cuda_graph_batch_sizes": list(graph_batch_sizes),
         "triton_operators": sorted(gpu.choice().operators) if gpu.runs_on(device) else [],
+        "gathered_attention": [_describe_crossover(heads, least) for heads, least in crossovers.items()],
         "prefix_cache": memory.caches_prefixes,
         "prefix_cache_strategy": config.mamba_radix_cache_strategy,
         "prefix_cache_eviction": config.cache_eviction,
@@ -303,6 +307,22 @@ def describe_engine(
             "python": platform.python_version(),
         },
     }
+
+
+def _describe_crossover(heads: crossover.Heads, least: int | None) -> dict[str, object]:
+    """Return what was measured for layers with these heads; None: keys are never gathered."""
+    sizes = {"query_heads": heads.query_heads, "key_heads": heads.key_heads, "head_dim": heads.head_dim}
+    return sizes | {"dtype": _name(heads.dtype), "from_queries": least}
+
+
+def crossover_lines(crossovers: Crossovers) -> list[str]:
+    """Lines of the start-up report: which form of attention the runs of a prefill take on a GPU."""
+    lines = []
+    for heads, least in crossovers.items():
+        of_heads = f"{heads.query_heads} heads over {heads.key_heads} of {heads.head_dim}"
+        form = "Triton" if least is None else f"PyTorch for {least:,} tokens and more, Triton for fewer"
+        lines.append(f"attention in prefills, by times of both forms: {form} ({of_heads})")
+    return lines
 
 
 def _describe_tiers(config: EngineConfig) -> dict[str, object]:

@@ -53,6 +53,11 @@ class Attention:
         self._in, self._out = project, out
         self._form, self._has_rotary = form, has_rotary
 
+    @property
+    def form(self) -> paged_attention.AttentionConfig:
+        """The operations between the two projections."""
+        return self._form
+
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         return self._out(self.attend(self._in(x), context))

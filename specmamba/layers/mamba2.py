@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmamba.kernels import causal_conv1d, mamba2, ssd
+from specmamba.kernels import causal_conv1d, mamba2
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import RecurrentLayer
@@ -52,8 +52,5 @@ def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) ->
     """
     w = weights
     mixed = causal_conv1d.advance(inputs.mixed, w.conv, w.conv_bias, state)
-    u, g = mamba2.step(inputs.dt, mixed, w)
-    inner, size = w.num_heads * w.head_dim, w.num_groups * w.state_dim
-    b, c = (mixed[..., at : at + size].unflatten(-1, (w.num_groups, w.state_dim)) for at in (inner, inner + size))
-    recurred = ssd.advance(c, b, u, g, state)
+    recurred = mamba2.step_and_advance(inputs.dt, mixed, w, state)
     return mamba2.gate_and_norm(recurred, mixed, inputs.gate, w, state.slots)

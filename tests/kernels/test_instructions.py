@@ -121,6 +121,17 @@ def test_products_once_for_a_key_head_take_fewer_instructions() -> None:
     assert rows["tree_verify N=16 split fp32 K=128 V=128 products"].instructions <= 21_000
 
 
+def test_products_once_for_a_group_take_fewer_instructions() -> None:
+    """A tree and its part of the launch that makes them, of 8 heads and with step sizes; and one that makes them."""
+    rows = {name: row for (_, name), row in read_table(TABLES / "sm_90.json").rows.items()}
+    made = rows["tree_step N=16 split S=128 P=64"].instructions / 8
+    assert made > 0
+    for name in ("tree_verify split fp32 N=8 S=128 P=64", "tree_verify few split fp32 N=16 S=128 P=64"):
+        for folds in ("", " no folds"):
+            found = rows[f"{name} products{folds}"]
+            assert 0 < found.instructions + made < 0.7 * rows[name + folds].instructions
+
+
 def test_a_short_chain_of_mamba2_takes_few_instructions() -> None:
     row = read_table(TABLES / "sm_90.json").rows["ssd", "tree_verify chain fp32 N=4 S=128 P=64"]
     assert 0 < row.instructions <= 31_000 // 2  # half of the values of a head of a gated delta net
@@ -133,10 +144,10 @@ def test_verify_kernels_leave_room_for_other_blocks(target: str) -> None:
     """168 registers of a thread let three blocks of 128 threads run on one multiprocessor."""
     rows = read_table(TABLES / f"{target}.json").rows
     large = re.compile(r"N=(32|64)\b|snapshots")
-    is_own = re.compile(rf"({'|'.join(RECURRENT)}): .*tree_verify|delta_net: tree_inputs")
+    is_own = re.compile(rf"({'|'.join(RECURRENT)}): .*tree_verify|delta_net: tree_inputs|mamba2: tree_step")
     own = {name: row for (operator, name), row in rows.items() if is_own.match(f"{operator}: {name}")}
     small = {name: row.registers for name, row in own.items() if not large.search(name)}
-    assert len(small) >= 45
+    assert len(small) >= 55
     assert {name for name, registers in small.items() if registers > ROOM} == set()
 
 
@@ -144,7 +155,7 @@ def test_verify_kernels_leave_room_for_other_blocks(target: str) -> None:
 def test_no_verify_kernel_of_recurrent_layers_spills(target: str) -> None:
     rows = read_table(TABLES / f"{target}.json").rows
     own = {name: row.spills for (operator, name), row in rows.items() if operator in RECURRENT and "verify" in name}
-    assert len(own) >= 58
+    assert len(own) >= 67
     assert set(own.values()) == {0}
 
 

@@ -47,20 +47,24 @@ def test_every_operator_with_a_triton_form_has_a_switch() -> None:
         ("interpret,tree", {"tree"}, True),
         ("-moe,-ssd", set(ALL) - {"moe", "ssd"}, False),
         ("interpret,-tree", set(ALL) - {"tree"}, True),
+        ("always", set(ALL), False),
+        ("always,interpret,moe", {"moe"}, True),
+        ("-moe,always", set(ALL) - {"moe"}, False),
     ],
 )
 def test_what_a_setting_means(setting: str, operators: set[str], is_interpreted: bool) -> None:
     choice = switch.parse(setting)
-    assert choice == switch.Choice(frozenset(operators), is_interpreted)
+    assert choice == switch.Choice(frozenset(operators), is_interpreted, "always" in setting)
     assert set(choice.off) == set(ALL) - operators
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("moe,rope", "there is no operator 'rope' in Triton; there are 0, interpret, causal_conv1d, .*, tree, and"),
+        ("moe,rope", "no operator 'rope' in Triton; there are 0, interpret, always, causal_conv1d, .*, tree, and"),
         ("-rope", "there is no operator 'rope'"),
         ("interpret,0", "there is no operator '0'"),
+        ("always,0", "there is no operator '0'"),
         ("0,moe", "there is no operator '0'"),
         ("-moe,linear", "not both"),
     ],

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
@@ -30,6 +31,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.cli import main
 from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
+from specmamba.kernels.paged_attention import AttentionConfig, crossover, torch_ops
 from tests.families import falcon_h1, kimi_linear, lfm2, mamba1
 from tests.families.checkpoints import write_checkpoint
 from tests.pairwise import IS_FULL
@@ -56,15 +58,42 @@ TREE: dict[str, Any] = {"speculative_num_steps": 2, "speculative_eagle_topk": 2,
 
 
 def generate(**flags: Any) -> list[list[int]]:
-    """The tokens of two prompts: three, or ``max_tokens``."""
+    """The tokens of two prompts: three, or ``max_tokens``; the first prompt has 5 tokens, or ``length``."""
+    first, gathered = flags.pop("length", 5), gather_long_runs() if flags.pop("gathers", False) else None
     params = SamplingParams(max_tokens=flags.pop("max_tokens", 3), temperature=0.0, ignore_eos=True)
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 48, "max_total_tokens": 192}
-    with LLM(**settings, max_running_requests=2, **flags) as llm:
+    with LLM(**settings | flags, max_running_requests=2) as llm:
         runner = llm.engine.runner
         if runner.graph_runner is not None:
             runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
         assert llm.engine.model.cache_shape.folds_in_verify == gpu.folds_in_verify(torch.device("cpu"))
-        return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]
+        outputs = llm.generate([[5 + i % 97 for i in range(first)], [11, 12]], params)
+        assert gathered is None or gathered == [flags["chunked_prefill_size"]] * 3
+        return [list(output.token_ids) for output in outputs]
+
+
+def gather_long_runs() -> list[int]:
+    """Make an engine find that PyTorch is faster for every run, in a process of its own.
+
+    Returns:
+        What will hold the queries of each call that gathers.
+    """
+    lengths: list[int] = []
+    attend, patch = torch_ops.attend_spans, pytest.MonkeyPatch()
+
+    def noted(q: Tensor, *given: Any) -> Tensor:
+        lengths.append(q.shape[1])
+        return attend(q, *given)
+
+    def heads_of(layer: AttentionConfig, dtype: torch.dtype, device: torch.device) -> crossover.Heads:
+        sizes = layer.num_query_heads, layer.num_key_heads, layer.head_dim
+        return crossover.Heads(*sizes, layer.has_gate, dtype, device)
+
+    patch.setattr(crossover, "can_measure", lambda _: True)
+    patch.setattr(crossover, "heads_of", heads_of)  # also in float32, whose texts can be compared
+    patch.setattr(crossover, "measure", lambda heads, *_: crossover._least.setdefault(heads, 1))
+    patch.setattr(torch_ops, "attend_spans", noted)
+    return lengths
 
 
 def generate_interpreted(switch: str = "interpret", **flags: Any) -> list[list[int]]:
@@ -89,6 +118,16 @@ def test_a_gated_delta_net_with_a_draft_tree(tmp_path: Path, kv: str) -> None:
     flags |= {"kv_cache_dtype": kv, **TREE}
     tokens = generate(**flags)
     assert generate_interpreted(**flags, cuda_graph_max_bs=2) == tokens
+
+
+def test_long_runs_whose_keys_are_gathered(tmp_path: Path) -> None:
+    """Both whole chunks in the target, the second in the draft head too: its first query of all has no key."""
+    flags: dict[str, Any] = {
+        "model": str(write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL]))
+    }
+    flags |= {"length": 135, "context_length": 160, "max_total_tokens": 512, "chunked_prefill_size": 65}
+    tokens = generate(**flags)
+    assert generate_interpreted("interpret,paged_attention", **flags, gathers=True) == tokens
 
 
 def test_without_some_operators(tmp_path: Path) -> None:

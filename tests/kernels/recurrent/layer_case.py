@@ -225,3 +225,18 @@ def check_nan_stays_in_its_row(chains: LayerCase, form: str) -> None:
     assert out[0, 1:].isnan().all()
     assert out[0, 0].isfinite().all()
     assert out[1].isfinite().all()
+
+
+class Watched:
+    """A kernel that runs, and notes whether each launch had an argument."""
+
+    def __init__(self, kernel: Any, argument: str) -> None:
+        self.arg_names, self._kernel, self.seen = kernel.arg_names, kernel, list[bool]()
+        self._place = kernel.arg_names.index(argument)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*operands: Any, **constants: Any) -> None:
+            self.seen.append(operands[self._place] is not None)
+            self._kernel[grid](*operands, **constants)
+
+        return launch

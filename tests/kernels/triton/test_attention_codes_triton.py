@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.paged_attention import tiles
 from specmamba.kernels.paged_attention.codes import LARGEST, as_bytes, dequantize, quantize
 from tests.kernels.attention.test_attention_codes import CODES, INT8, POOLS, assert_neighbours, in_codes
 from tests.kernels.test_attention_keys import make_keys
@@ -156,21 +155,3 @@ def test_pools_and_scales_that_do_not_fit_are_refused(triton_ops: Any, gpu_devic
     ):
         with pytest.raises(ValueError, match="scales"):
             run_layer(triton_ops, gpu_device, layer | changes)
-
-
-@pytest.mark.slow
-@CODES
-def test_the_choice_of_torch(
-    triton_ops: Any, gpu_device: str, codes: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = make_layer(make_keys([6], 65, first=1), (2, 1, 16), 8, FP32, "norm rotary gate")
-    layer |= {name: layer[name].nan_to_num(0.0) for name in ("k_pool", "v_pool")}
-    asked: list[object] = []
-
-    def answer(*question: object) -> bool:
-        asked.append(question)
-        return True
-
-    monkeypatch.setattr(tiles, "prefers_torch", answer)
-    check(triton_ops, gpu_device, layer, codes, FP32)
-    assert len(asked) == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from tests.kernels.recurrent.layer_case import (
     RECORDS,
     TOLERANCE,
     LayerCase,
+    Watched,
     copied,
     moved,
     operands_of,
@@ -166,21 +165,6 @@ SHARED = [
     (17, (1, 3, 7, 5), [3, 33, 4, 17]),
     (64, (1, 2, 8, 20), [3, 5, 4, 0]),
 ]
-
-
-class Watched:
-    """A kernel that runs, and notes whether each launch had an argument."""
-
-    def __init__(self, kernel: Any, argument: str) -> None:
-        self.arg_names, self._kernel, self.seen = kernel.arg_names, kernel, list[bool]()
-        self._place = kernel.arg_names.index(argument)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*operands: Any, **constants: Any) -> None:
-            self.seen.append(operands[self._place] is not None)
-            self._kernel[grid](*operands, **constants)
-
-        return launch
 
 
 @pytest.mark.fast_cases(2)

@@ -9,17 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from specmamba.kernels import gpu, mamba2
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.mamba2 import Inputs, Weights, reference
 from specmamba.kernels.state_records import Buffers, RowSet, as_stored
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.layers.mamba2 import mix
-from tests.kernels.recurrent.layer_case import copied, moved, operands_of, triton_forms, values
+from tests.kernels.recurrent.layer_case import Watched, copied, moved, operands_of, triton_forms, values
 from tests.kernels.recurrent.test_mamba2 import Case
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES
 from tests.pairwise import pairwise
 
 pytest.importorskip("triton")
+from specmamba.kernels.mamba2 import triton_kernels as mamba2_kernels
+from specmamba.kernels.ssd import triton_kernels as ssd_kernels
+
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 TOLERANCE = {dtype: tolerance(dtype, terms=400) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
@@ -198,6 +203,90 @@ def test_nan_affects_a_node_and_its_descendants_only(field: str, channel: int, v
         mine, clean = (getattr(x, name)[case.trees.rows[0], written] for x in (after, wanted))
         assert mine.isfinite().all()
         assert torch.equal(mine[~below], clean[~below])
+
+
+# nodes, heads (G, H, S, P), and records pending: groups of 1 to 4 heads, odd widths, blocks of nodes and of records
+SHARED: list[tuple[int, tuple[int, int, int, int], list[int | None]]] = [
+    (3, (1, 2, 16, 72), [3, None, 4, 0]),
+    (16, (2, 8, 40, 24), [3, None, 18, 0]),
+    (7, (1, 1, 33, 80), [16, 5, None, 0]),
+    (17, (2, 6, 7, 5), [3, 33, None, 17]),
+    (64, (1, 2, 8, 20), [3, None, 4, 0]),
+]
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("nodes", "heads", "pending"), SHARED)
+@pytest.mark.parametrize("folds", [None, [True, True, False, True]])
+def test_products_are_made_once_for_a_group(
+    nodes: int,
+    heads: tuple[int, int, int, int],
+    pending: list[int | None],
+    folds: list[bool] | None,
+    gpu_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the step sizes, in one launch; the recurrence finds them, and the nodes' B in their records."""
+    watched = Watched(ssd_kernels.tree_verify, "products")
+    monkeypatch.setattr(ssd_kernels, "tree_verify", watched)
+    monkeypatch.setattr(mamba2_kernels, "step", None)
+    PoolCase(heads, nodes, pending, folds=folds).check_launch(gpu_device)
+    assert watched.seen == [True]
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize(("nodes", "heads", "pending"), SHARED)
+@pytest.mark.parametrize("folds", [None, [True, True, False, True]])
+def test_products_of_16_bit_models_are_those_that_the_recurrence_makes(
+    nodes: int,
+    heads: tuple[int, int, int, int],
+    pending: list[int | None],
+    folds: list[bool] | None,
+    gpu_device: str,
+) -> None:
+    """In parts, of other blocks of the same sums; also where B is not finite, in a node that others do not see."""
+    case = PoolCase(heads, nodes, pending, folds=folds, dtype=torch.bfloat16, shapes=("bushy", "star", "chain"))
+    mixed = torch.randn(case.inputs.mixed.shape)
+    mixed[0, 2, heads[1] * heads[3]], mixed[3, 1, heads[1] * heads[3] + 1] = torch.nan, torch.inf
+    weights, declared, results = moved(case.weights, gpu_device), operator_of(mamba2.step_and_advance), []
+    for form in ("triton", "torch"):
+        buffers = moved(copied(case.buffers), gpu_device)
+        with triton_forms():
+            state = operands_of(buffers, moved(case.trees, gpu_device))
+            out = declared.load(form)(case.inputs.dt.to(gpu_device), mixed.to(gpu_device), weights, state)
+        results.append([x.cpu().double() for x in (out, buffers.states, buffers.k, buffers.u, buffers.decay)])
+    assert not results[0][0][0, 2, 0].isfinite().any()
+    for mine, right in zip(*results, strict=True):
+        largest = right.nan_to_num().abs().max().item()
+        torch.testing.assert_close(mine, right, rtol=2**-13, atol=2**-13 * largest, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_chain", "heads", "is_shared"),
+    [
+        (1, True, (1, 2, 8, 16), False),
+        (8, True, (1, 2, 8, 16), False),
+        (9, True, (1, 2, 8, 16), True),
+        (2, False, (1, 2, 8, 16), True),
+        (2, False, (2, 2, 8, 72), True),
+        (2, False, (2, 2, 8, 64), False),
+        (65, False, (1, 2, 8, 16), False),
+    ],
+)
+def test_products_are_made_once_where_several_programs_need_them(
+    nodes: int, is_chain: bool, heads: tuple[int, int, int, int], is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(heads, nodes, [0], shapes=("chain",))
+    state = operands_of(case.buffers, replace(case.trees, is_chain=is_chain))
+    asked = case.inputs.dt, case.inputs.mixed.float(), case.weights, state
+    declared = operator_of(mamba2.step_and_advance)
+    assert declared.choose(*asked) == "torch"
+    with triton_forms():
+        assert declared.choose(*asked) == ("triton" if is_shared else "torch")
+        for off in ("mamba2", "ssd"):
+            monkeypatch.setattr(gpu, "is_chosen", lambda name, off=off: name != off)
+            assert declared.choose(*asked) == "torch"
 
 
 def test_operands_that_lie_apart(gpu_device: str) -> None:

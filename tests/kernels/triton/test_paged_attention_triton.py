@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import paged_attention
-from specmamba.kernels.paged_attention import AttentionConfig, AttentionMetadata, reference, tiles, torch_ops
+from specmamba.kernels.paged_attention import (
+    AttentionConfig,
+    AttentionMetadata,
+    crossover,
+    reference,
+    tiles,
+    torch_ops,
+)
 from tests.kernels.rounding import tolerance
 from tests.kernels.test_attention_keys import layer_arguments, make_keys, plain_mask
 
@@ -372,30 +380,50 @@ def test_nothing_to_attend(triton_ops: Any, gpu_device: str, batch: int, num_que
         assert torch.equal(pool.view(torch.int32), before.view(torch.int32))
 
 
-@pytest.mark.slow
-def test_the_choice_of_torch(triton_ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = make_keys([6, 0], 65, first=1)
-    keys = replace(keys, rows=torch.tensor([int(keys.rows[0]), 0]))
-    layer = make_layer(keys, (2, 1, 16), 8, FP32, "norm rotary gate")
-    layer["k_pool"].nan_to_num_(0.0)
-    layer["v_pool"].nan_to_num_(0.0)
-    asked: list[object] = []
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("parts", ["norm rotary gate", ""])
+def test_long_runs_whose_keys_are_gathered(
+    triton_ops: Any, gpu_device: str, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel attends, and slots that no query sees hold NaN. Runs with fewer queries stay in the kernels."""
+    layer = make_layer(make_keys([6], 65, first=1, slack=0), (2, 1, 16), 8, FP32, parts)
+    in_kernels: list[int] = []
 
-    def answer(*question: object) -> bool:
-        asked.append(question)
-        return True
+    def noted(q: Tensor, *_: object) -> Tensor:
+        in_kernels.append(q.shape[1])
+        return q
 
-    monkeypatch.setattr(tiles, "prefers_torch", answer)
+    monkeypatch.setattr(triton_ops, "attend_in_kernels", noted)
+    heads = crossover.Heads(2, 1, 16, "gate" in parts, FP32, torch.empty(0, device=gpu_device).device)
+    monkeypatch.setattr(crossover, "_least", {heads: 65})
+    layer["metadata"] = replace(layer["metadata"], spans=((6, 71),))
     for got, want in zip(run_layer(triton_ops, gpu_device, layer), right_layer(layer), strict=True):
-        torch.testing.assert_close(got, want, **TOLERANCE[FP32])
-    assert asked == [(65, keys.num_keys, 16, FP32)]
-    run_layer(triton_ops, gpu_device, make_layer(make_keys([6], 1), (2, 1, 16), 8, FP32, ""))
-    assert len(asked) == 1  # a tree is never torch's
-    monkeypatch.undo()
-    monkeypatch.setattr(tiles, "TORCH_FROM", {(FP32, 16): 100})
-    assert tiles.prefers_torch(10, 10, 16, FP32)
-    assert not tiles.prefers_torch(10, 9, 16, FP32)
-    assert not tiles.prefers_torch(10, 10, 16, BF16)
+        torch.testing.assert_close(got, want, **TOLERANCE[FP32], equal_nan=True)
+    assert in_kernels == []
+    layer["metadata"] = replace(layer["metadata"], spans=((6, 70),))
+    run_layer(triton_ops, gpu_device, layer)
+    assert in_kernels == [65]
+
+
+@pytest.mark.slow
+def test_both_forms_of_long_runs_agree(triton_ops: Any, gpu_device: str) -> None:
+    """As an engine asks them to before it times them."""
+    heads = crossover.Heads(2, 1, 16, True, BF16, torch.empty(0, device=gpu_device).device)
+    assert crossover.agree(heads, triton_ops.attend_in_kernels, torch_ops.attend_spans)
+
+
+@pytest.mark.gpu
+def test_long_runs_are_timed_on_a_gpu(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the result is: both forms agree there, and take less than a second in all."""
+    for name in ("_least", "_most"):
+        monkeypatch.setattr(crossover, name, {})
+    heads = crossover.Heads(32, 8, 128, True, BF16, torch.empty(0, device="cuda").device)
+    crossover.measure(heads, 512, triton_ops.attend_in_kernels)  # compiles the kernel
+    crossover._most.clear()
+    began = time.perf_counter()
+    assert crossover.measure(heads, 8192, triton_ops.attend_in_kernels) in (None, *crossover.SIZES)
+    assert time.perf_counter() - began < 1.0
+    assert crossover.agree(heads, triton_ops.attend_in_kernels, torch_ops.attend_spans)
 
 
 @pytest.mark.usefixtures("launchable")
