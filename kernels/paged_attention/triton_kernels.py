@@ -89,11 +89,13 @@ def attend_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TREE: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_GATE: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr, IS_WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Some queries' heads of one key head, over a part of the row's keys where IS_SPLIT, else over all of them.
 
     Rows of the products are (query, query head of the key head): a key is read once for all of them. ``scale`` has
     log2(e) in it: exponentials are of base 2. IS_WIDE: multiply in float32, as the interpreter has no products of bf16.
+    WINDOW: of the keys that are shown to a query, so many last ones are seen; 0: all.
     """
     num_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
     key_head = tl.program_id(0) // num_blocks
@@ -120,6 +122,21 @@ def attend_kernel(
         since = tl.where(till < first, 0, first)[:, None]
         below = tl.max(tl.where(till < first, till, -1), axis=0)
         begin, end = tl.where(below >= 0, 0, first), above + 1
+    if WINDOW > 0:
+        # from `since` on a query sees the text, and from `oldest` on the entries that it is shown
+        behind = till - (WINDOW - 1)
+        if HAS_TREE:
+            of_queries = seen + b * seen_stride_b + n * seen_stride_n
+            num_seen, oldest = _shown_entries(
+                of_queries, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW, BLOCK_M, BLOCK_T
+            )
+            behind += num_seen
+            oldest = oldest[:, None]
+        since = tl.maximum(since, behind[:, None])
+        lowest = tl.min(tl.where(is_alive[:, None], since, num_keys))
+        if HAS_TREE:
+            lowest = tl.minimum(lowest, tl.maximum(root, 0))
+        begin = tl.maximum(begin, lowest)
 
     first_block = begin // BLOCK_N
     in_all = tl.maximum(tl.cdiv(end, BLOCK_N) - first_block, 0)
@@ -152,6 +169,8 @@ def attend_kernel(
     for start in range(begin, end_of_text, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         is_read = (t <= below) | ((t >= first) & (t <= above))
+        if WINDOW > 0:
+            is_read &= t >= lowest
         is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
         scores, slot = _scores(
             x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read, D,
@@ -167,6 +186,8 @@ def attend_kernel(
             t = start + tl.arange(0, BLOCK_T)
             is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
             is_entry = is_alive[:, None] & ((t >= root) & (t < end_of_tree))[None, :]
+            if WINDOW > 0:
+                is_entry &= (t - root)[None, :] >= oldest
             of_queries = seen + b * seen_stride_b + n[:, None] * seen_stride_n
             is_seen |= tl.load(of_queries + (t - root)[None, :] * seen_stride_m, mask=is_entry, other=0) != 0
             is_read = tl.max(is_seen.to(tl.int32), axis=0) > 0
@@ -193,6 +214,26 @@ def attend_kernel(
             gates = gate + b * gate_stride_b + n.to(tl.int64)[:, None] * gate_stride_n + head[:, None] * V + d[None, :]
             y = _gated(y, gates, is_out)
         tl.store(at, tl.where(is_alive[:, None], y, 0.0), mask=is_out)
+
+
+@triton.jit
+def _shown_entries(
+    of_queries, stride, is_alive, num_entries, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_M] how many entries of a tree are shown to a query, and the first one that is among the last WINDOW."""
+    num_seen = tl.zeros([BLOCK_M], tl.int32)
+    for start in tl.range(0, num_entries, BLOCK_T, num_stages=1):
+        entry = start + tl.arange(0, BLOCK_T)
+        mask = is_alive[:, None] & (entry < num_entries)[None, :]
+        shown = tl.load(of_queries[:, None] + entry[None, :] * stride, mask=mask, other=0)
+        num_seen += tl.sum((shown != 0).to(tl.int32), axis=1)
+    oldest = tl.zeros([BLOCK_M], tl.int32)
+    if num_entries > WINDOW:  # trees are smaller than windows almost always
+        behind = num_seen
+        for entry in tl.range(0, num_entries, num_stages=1):
+            behind -= (tl.load(of_queries + entry * stride, mask=is_alive, other=0) != 0).to(tl.int32)
+            oldest = tl.where(behind >= WINDOW, entry + 1, oldest)
+    return num_seen, oldest
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.kernels import short_conv
 from specmamba.layers.feed_forward import MoE, SigmoidRouter
+from specmamba.layers.primitives import Rotary
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import (
@@ -41,16 +42,16 @@ GATE, UP, DOWN = "w1", "w3", "w2"
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build LFM2; see ``_load``."""
-    return _load(Lfm2Weights(config, reader, options))
+    """Build LFM2; see ``load_layers``."""
+    return load_layers(Lfm2Weights(config, reader, options))
 
 
 def load_moe(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build LFM2 with mixtures of experts; see ``_load``."""
-    return _load(Lfm2MoEWeights(config, reader, options))
+    """Build LFM2 with mixtures of experts; see ``load_layers``."""
+    return load_layers(Lfm2MoEWeights(config, reader, options))
 
 
-def _load(weights: Lfm2Weights) -> LoadedModel:
+def load_layers(weights: Lfm2Weights) -> LoadedModel:
     """Build a model from a checkpoint's config and tensors, with the layers that ``weights`` makes.
 
     Raises:
@@ -59,17 +60,20 @@ def _load(weights: Lfm2Weights) -> LoadedModel:
     """
     c, heads = weights.config, weights.heads
     embedding = weights.take_embedding("model.embed_tokens.weight")
-    numbered = enumerate(number_layers(c.layer_types))
-    blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
+    numbered = number_layers([kind if kind == SHORT_CONV else ATTENTION for kind in c.layer_types])
+    indices = [index for _, index in numbered]
+    blocks = [weights.block(i, f"model.layers.{i}.", kind, indices[i]) for i, kind in enumerate(c.layer_types)]
     # in spite of its name it is behind the layers
     norm = weights.norm("model.embedding_norm.weight", c.hidden_size, c.norm_eps)
-    target, _ = weights.target(embedding, blocks, norm, weights.rotary())
+    rotary, of_windows = weights.rotaries()
+    target, _ = weights.target(embedding, blocks, norm, rotary, window_rotary=of_windows)
     weights.reader.finish()
-    num_attention = c.layer_types.count(ATTENTION)
+    num_convolutions = c.layer_types.count(SHORT_CONV)
+    num_attention = len(c.layer_types) - num_convolutions
     return loaded_model(
         target,
         weights,
-        c.layer_types.count(SHORT_CONV),
+        num_convolutions,
         weights.state_shape,
         kv=heads.kv_shapes(num_attention),
         attention_width=heads.width * num_attention,
@@ -81,9 +85,17 @@ class Lfm2Weights(Weights):
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
         super().__init__(config, reader, options)
-        require_layer_types(config, SHORT_CONV)
+        self.refuse_variants()
         self.heads = Heads.of(config)
         self.state_shape = StateShape.window(config.hidden_size, config.conv_L_cache)
+
+    def refuse_variants(self) -> None:
+        """Refuse what would be computed wrongly."""
+        require_layer_types(self.config, SHORT_CONV)
+
+    def rotaries(self) -> tuple[Rotary | None, Rotary | None]:
+        """The rotary embedding of attention, and that of layers with a window where they have another."""
+        return self.rotary(), None
 
     def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
         """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
