@@ -272,7 +272,7 @@ def one_product(
         for name, segment in gates.items()
     ]
     if has_bias:
-        biases += [biases[0].new_zeros(len(matrix)) for matrix in of_gates]
+        biases += [biases[0].new_zeros(matrix.shape[0]) for matrix in of_gates]
     return weights.linear(matrices, torch.cat(biases) if has_bias else None, of_gates)
 
 
