@@ -718,5 +718,5 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    without_mamba2 = ("Qwen", "LFM2", "Olmo", "Kimi", "Ling", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
+    without_mamba2 = ("Qwen", "LFM", "Olmo", "Kimi", "Ling", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
     assert limits == (set() if name.startswith(without_mamba2) else {(0.0, INF)})
