@@ -24,7 +24,7 @@ from specmamba.engine.captured.step_memory import graph_token_bytes, parts_below
 from specmamba.engine.loading import load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels import gpu
-from specmamba.layers.attention import Attention
+from specmamba.layers.attention import Attention, HeadGatedAttention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from specmamba.layers.latent_attention import LatentAttention
@@ -39,6 +39,7 @@ from specmamba.version import __version__
 KINDS: dict[type, str] = {
     Attention: "attention",
     BlockAttention: "attention",
+    HeadGatedAttention: "attention",
     LatentAttention: "latent_attention",
     GatedDeltaNet: "gated_delta_net",
     KimiDeltaAttention: "kimi_delta_attention",

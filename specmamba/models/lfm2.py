@@ -78,14 +78,13 @@ def load_layers(weights: Lfm2Weights) -> LoadedModel:
     target, _ = weights.target(embedding, blocks, norm, rotary, window_rotary=of_windows)
     weights.reader.finish()
     num_convolutions = c.layer_types.count(SHORT_CONV)
-    num_attention = len(c.layer_types) - num_convolutions
     return loaded_model(
         target,
         weights,
         num_convolutions,
         weights.state_shape,
-        kv=heads.kv_shapes(num_attention),
-        attention_width=heads.width * num_attention,
+        kv=heads.kv_shapes(len(c.layer_types) - num_convolutions),
+        attention_width=heads.width * c.layer_types.count(ATTENTION),  # windows do not grow with the text
     )
 
 
