@@ -271,9 +271,11 @@ def one_product(
         scaled(weights.take_matrix(f"{prefix}{name}.weight", segment.size, width, outputs=[segment]), in_scale)
         for name, segment in gates.items()
     ]
+    bias = None
     if has_bias:
-        biases += [biases[0].new_zeros(matrix.shape[0]) for matrix in of_gates]
-    return weights.linear(matrices, torch.cat(biases) if has_bias else None, of_gates)
+        zeros = [biases[0].new_zeros(matrix.shape[0]) for matrix in of_gates]
+        bias = weights.keep_instead(torch.cat([*biases, *zeros]), *biases)
+    return weights.linear(matrices, bias, of_gates)
 
 
 def convolution_by_tap(weights: Weights, prefix: str, state: StateShape) -> Tensor:
