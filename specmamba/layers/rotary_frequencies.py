@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
-KINDS = ("default", "linear", "yarn", "llama3", "dynamic", "longrope", "proportional")
+KINDS = ("default", "linear", "yarn", "llama3", "dynamic", "longrope")
+KINDS_OF_LAYERS = (*KINDS, "proportional")  # where each kind of layers has parameters of its own
 
 
 class Frequencies(NamedTuple):
@@ -40,8 +41,9 @@ def rotary_frequencies(config: Any, layer_kind: str | None = None) -> Frequencie
         if not isinstance(parameters, dict):
             raise CheckpointError(f"config.json: rope_parameters have none for layers of {layer_kind}")
     kind = parameters.get("rope_type", "default")
-    if kind not in KINDS:
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported ({', '.join(KINDS)} are)")
+    known = KINDS if layer_kind is None else KINDS_OF_LAYERS
+    if kind not in known:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported ({', '.join(known)} are)")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     try:
         is_plain = kind == "default"
