@@ -126,9 +126,9 @@ def attend_kernel(
         # from `since` on a query sees the text, and from `oldest` on the entries that it is shown
         behind = till - (WINDOW - 1)
         if HAS_TREE:
-            of_queries = seen + b * seen_stride_b + n * seen_stride_n
+            shown = seen + b * seen_stride_b + n * seen_stride_n
             num_seen, oldest = _shown_entries(
-                of_queries, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW, BLOCK_M, BLOCK_T
+                shown, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW, BLOCK_M, BLOCK_T
             )
             behind += num_seen
             oldest = oldest[:, None]
