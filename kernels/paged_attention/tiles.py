@@ -191,7 +191,10 @@ LATENTS = (
 
 
 def variants() -> list[Variant]:
-    """Layers as the families have them: (query heads, key heads, head size) of Falcon-H1, Granite 4, Qwen3-Next, LFM3."""
+    """Layers as the families have them: (query heads, key heads, head size) of Falcon-H1, Granite 4, Qwen3-Next.
+
+    Those with a window are LFM3's.
+    """
     return [
         store_variant(16, 2, 256, 64, torch.bfloat16),
         attend_variant(1, 8, 2, 64, torch.bfloat16, has_tree=False),
