@@ -80,7 +80,7 @@ def _scaled(x, inverse, weights, mask):
         *("table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"),
     ]
 )
-def attend_kernel(
+def attend_kernel(  # noqa: C901
     q, k_pool, v_pool, k_scales, v_scales, table, rows, last, roots, seen, gate, out, peaks, sums,
     scale, num_queries, num_keys, first, num_entries,
     q_stride_b, q_stride_n, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
@@ -122,11 +122,21 @@ def attend_kernel(
         since = tl.where(till < first, 0, first)[:, None]
         below = tl.max(tl.where(till < first, till, -1), axis=0)
         begin, end = tl.where(below >= 0, 0, first), above + 1
-        root = 0
-    since, begin, lowest, oldest = _in_window(
-        since, begin, till, seen, b * seen_stride_b + n * seen_stride_n, seen_stride_m, is_alive, root, num_entries,
-        num_keys, HAS_TREE, WINDOW, BLOCK_M, BLOCK_T,
-    )  # fmt: skip
+    if WINDOW > 0:
+        # from `since` on a query sees the text, and from `oldest` on the entries that it is shown
+        behind = till - (WINDOW - 1)
+        if HAS_TREE:
+            shown = seen + b * seen_stride_b + n * seen_stride_n
+            num_seen, oldest = _shown_entries(
+                shown, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW, BLOCK_M, BLOCK_T
+            )
+            behind += num_seen
+            oldest = oldest[:, None]
+        since = tl.maximum(since, behind[:, None])
+        lowest = tl.min(tl.where(is_alive[:, None], since, num_keys))
+        if HAS_TREE:
+            lowest = tl.minimum(lowest, tl.maximum(root, 0))
+        begin = tl.maximum(begin, lowest)
 
     first_block = begin // BLOCK_N
     in_all = tl.maximum(tl.cdiv(end, BLOCK_N) - first_block, 0)
@@ -159,7 +169,8 @@ def attend_kernel(
     for start in range(begin, end_of_text, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         is_read = (t <= below) | ((t >= first) & (t <= above))
-        is_read = _and_from(is_read, t, lowest, WINDOW)
+        if WINDOW > 0:
+            is_read &= t >= lowest
         is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
         scores, slot = _scores(
             x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read, D,
@@ -175,7 +186,8 @@ def attend_kernel(
             t = start + tl.arange(0, BLOCK_T)
             is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
             is_entry = is_alive[:, None] & ((t >= root) & (t < end_of_tree))[None, :]
-            is_entry = _and_from(is_entry, (t - root)[None, :], oldest, WINDOW)
+            if WINDOW > 0:
+                is_entry &= (t - root)[None, :] >= oldest
             of_queries = seen + b * seen_stride_b + n[:, None] * seen_stride_n
             is_seen |= tl.load(of_queries + (t - root)[None, :] * seen_stride_m, mask=is_entry, other=0) != 0
             is_read = tl.max(is_seen.to(tl.int32), axis=0) > 0
@@ -202,37 +214,6 @@ def attend_kernel(
             gates = gate + b * gate_stride_b + n.to(tl.int64)[:, None] * gate_stride_n + head[:, None] * V + d[None, :]
             y = _gated(y, gates, is_out)
         tl.store(at, tl.where(is_alive[:, None], y, 0.0), mask=is_out)
-
-
-@triton.jit
-def _in_window(
-    since, begin, till, seen, of_queries, seen_stride_m, is_alive, root, num_entries, num_keys,
-    HAS_TREE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """From where on a query sees the text, where the first key is that any sees, and which entry a query sees first."""
-    if WINDOW == 0:
-        return since, begin, 0, 0
-    behind, oldest = till - (WINDOW - 1), 0
-    if HAS_TREE:
-        num_entries = tl.minimum(num_entries, num_keys - root)
-        num_seen, oldest = _shown_entries(
-            seen + of_queries, seen_stride_m, is_alive, num_entries, WINDOW, BLOCK_M, BLOCK_T
-        )
-        behind += num_seen
-        oldest = oldest[:, None]
-    since = tl.maximum(since, behind[:, None])
-    lowest = tl.min(tl.where(is_alive[:, None], since, num_keys))
-    if HAS_TREE:
-        lowest = tl.minimum(lowest, tl.maximum(root, 0))
-    return since, tl.maximum(begin, lowest), lowest, oldest
-
-
-@triton.jit
-def _and_from(mask, place, first, WINDOW: tl.constexpr):
-    """The mask, with a window only from a first place on."""
-    if WINDOW == 0:
-        return mask
-    return mask & (place >= first)
 
 
 @triton.jit
