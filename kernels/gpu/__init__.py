@@ -150,9 +150,7 @@ class Registers:
 
     most: int
     since: int = 0  # major number of the compute capability
-    most_of_10: int | None = (
-        None  # the most from capability 10 on, where another number leaves no spills; None: ``most``
-    )
+    most_of_10: int | None = None  # from capability 10 on, where another number leaves no spills; None: ``most``
 
     def options(self, capability: int) -> dict[str, int]:
         """Options of a launch, and of a compilation, on an NVIDIA GPU of this major number."""

@@ -279,7 +279,7 @@ class Engine(BaseEngine):
         return self.draft_plan.algorithm
 
     def abort(self, request_id: str) -> None:
-        """Remove a request and free its memory; unknown and finished ids are ignored."""
+        """As ``BaseEngine.abort``."""
         self.cycle.abort(request_id)
 
     def step(self) -> list[OutputDelta]:
@@ -304,11 +304,11 @@ class Engine(BaseEngine):
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue takes another request."""
+        """As ``BaseEngine.has_room``."""
         return self.scheduler.has_room
 
     def stats(self) -> EngineStats:
-        """Numbers of queues and pools now, and of speculation since the start."""
+        """As ``BaseEngine.stats``."""
         sizer, drafter = self.runner.sizer, self.runner.drafter
         stats = self.scheduler.stats(self.pools, self._reporter.spec)
         return replace(
@@ -320,14 +320,11 @@ class Engine(BaseEngine):
         )
 
     def stats_of(self, tenant: str | None) -> TenantStats:
-        """Numbers of one tenant's requests now, and since the start."""
+        """As ``BaseEngine.stats_of``."""
         return self.scheduler.stats_of(tenant, self._reporter.spec_of(tenant))
 
     def sample(self, views: Collection[View], max_nodes: int) -> EngineSample:
-        """Figures and drafts for some views, and at most ``max_nodes`` cached prefixes of each; 0: none.
-
-        Cheap: a few sums, and a walk over so many nodes.
-        """
+        """As ``BaseEngine.sample``."""
         records = self.pools.state_buffers
         num_pending, num_records = 0, 0
         if isinstance(records, RecordBuffers):
@@ -342,15 +339,15 @@ class Engine(BaseEngine):
         )
 
     def cache_report(self, view: View) -> dict[str, object]:
-        """Settings of the prefix cache and the figures that a view may see, ready for JSON."""
+        """As ``BaseEngine.cache_report``."""
         return cache_report(self.config, self.cache_manager, view)
 
     def cache_text(self, view: View) -> str:
-        """The tree of the prefix cache as text, as far as a view may see it."""
+        """As ``BaseEngine.cache_text``."""
         return cache_text(self.cache_manager, view)
 
     def watch_drafts(self, views: Sequence[View]) -> None:
-        """Keep the first draft of every step that each view shows; it costs a read of the device per step and view."""
+        """As ``BaseEngine.watch_drafts``."""
         self._views.clear()
         self.runner.watched = tuple(views)
         self.runner.on_draft = self._views.append if views else None
@@ -362,11 +359,7 @@ class Engine(BaseEngine):
         return views
 
     def flush_cache(self) -> int:
-        """Drop every cached prefix that no running request uses, and shared texts to draft from.
-
-        Returns:
-            The number of cached tokens dropped.
-        """
+        """As ``BaseEngine.flush_cache``."""
         self.runner.drafter.forget_texts()
         return self.cache_manager.flush()
 
