@@ -101,13 +101,6 @@ def logits_of(folder: Path) -> torch.Tensor:
         ("kimi-linear", {"routed_expert_hidden_size": 8}, "routed_expert_hidden_size is not supported"),
         ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope false is not supported: Kimi-Linear does not rotate"),
         ("lfm2-moe", {"num_experts_per_tok": 7}, "a token cannot go to 7 of 6 experts"),
-        ("lfm3", {"sliding_window": None}, "sliding_window should be a number of tokens, but is None"),
-        ("lfm3", {"sliding_window": 0}, "sliding_window should be a number of tokens, but is 0"),
-        (
-            "lfm3",
-            {"layer_types": ["conv", "chunked_attention", "conv", "conv"]},
-            "conv or sliding_attention or full_attention",
-        ),
         ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only silu is"),
         ("olmo-hybrid", {"linear_num_key_heads": 4}, "6 value heads are not a multiple of 4 key heads"),
         ("olmo-hybrid", {"num_key_value_heads": 4}, "6 query heads are not a multiple of 4 key heads"),
@@ -276,31 +269,3 @@ def test_parameters_and_bytes_are_counted(family: str, tmp_path: Path) -> None:
     assert model.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
     assert model.weight_bytes == 4 * model.num_parameters
     assert model.num_layers == reference.config.num_hidden_layers
-
-
-def test_names_of_the_gates_of_lfm3(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """As transformers names the layer, in place of the published name."""
-    folder = changed(checkpoints["lfm3"], tmp_path / "named")
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {name.replace("self_attn.gate_proj", "self_attn.g_proj"): x for name, x in tensors.items()}
-    assert renamed.keys() != tensors.keys()
-    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
-    assert_close(logits_of(folder), logits_of(checkpoints["lfm3"]))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "sentence"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, "rope_parameters have none for layers of full_attention"),
-        (
-            {
-                "full_attention": {"rope_type": "default", "rope_theta": -1.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-            r"rope_parameters.full_attention.rope_theta is -1.0",
-        ),
-    ],
-)
-def test_ropes_of_lfm3(parameters: dict[str, Any], sentence: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        load(changed(checkpoints["lfm3"], tmp_path / "changed", rope_parameters=parameters))
