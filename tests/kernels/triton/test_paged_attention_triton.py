@@ -274,7 +274,7 @@ def test_a_layer_of_long_runs(triton_ops: Any, gpu_device: str) -> None:
         torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE[FP16])
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("9-9-2-", "4-9-30-")
 @pytest.mark.parametrize(
     ("num_queries", "num_entries", "window", "dtype"),
     [(3, 0, 1, FP32), (9, 9, 2, FP32), (4, 9, 30, BF16), (9, 9, 17, FP16), (66, 0, 5, FP32), (66, 66, 3, FP32)],
