@@ -30,7 +30,12 @@ PROMPTS = [PREFIX + end for end in ([], [12, 40], PATTERN[2:], [9])]
 each_window = pytest.mark.parametrize("window", [3, 30, 200])
 CODES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 MEMORY: dict[str, Any] = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 4}
-TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
+TREE: dict[str, Any] = {
+    "speculative_adaptive": "off",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 3,
+    "speculative_num_draft_tokens": 7,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +58,15 @@ def draft_model(root: Path, window: int) -> Path:
 
 
 def new_plain(root: Path, window: int, **flags: Any) -> LLM:
-    plain = {"speculative_algorithm": "none", "disable_radix_cache": True}
-    return LLM(model=str(checkpoint(root, window)), dtype="float32", **MEMORY, **plain, **flags)
+    return new_llm(root, window, speculative_algorithm="none", disable_radix_cache=True, **flags)
 
 
 def new_tree(root: Path, window: int, **flags: Any) -> LLM:
-    drafts = {"speculative_draft_model_path": str(draft_model(root, window)), **TREE, "speculative_adaptive": "off"}
-    return LLM(model=str(checkpoint(root, window)), dtype="float32", **MEMORY, **drafts, **flags)
+    return new_llm(root, window, speculative_draft_model_path=str(draft_model(root, window)), **TREE, **flags)
+
+
+def new_llm(root: Path, window: int, **flags: Any) -> LLM:
+    return LLM(model=str(checkpoint(root, window)), dtype="float32", **MEMORY, **flags)
 
 
 def answer(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
