@@ -123,19 +123,18 @@ def attend_kernel(  # noqa: C901 most branches are constants; parts in functions
         below = tl.max(tl.where(till < first, till, -1), axis=0)
         begin, end = tl.where(below >= 0, 0, first), above + 1
     if WINDOW > 0:
-        # from `since` on a query sees the text, and from `oldest` on the entries that it is shown
-        behind = till - (WINDOW - 1)
         if HAS_TREE:
+            # from here on a query sees the text, and the entries that it is shown
             shown = seen + b * seen_stride_b + n * seen_stride_n
-            num_seen, oldest = _shown_entries(
-                shown, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW, BLOCK_M, BLOCK_T
-            )
-            behind += num_seen
-            oldest = oldest[:, None]
-        since = tl.maximum(since, behind[:, None])
-        lowest = tl.min(tl.where(is_alive[:, None], since, num_keys))
-        if HAS_TREE:
+            since_window = _begins_of_windows(
+                till, root, shown, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW,
+                BLOCK_M, BLOCK_T,
+            )[:, None]  # fmt: skip
+            lowest = tl.maximum(tl.min(tl.where(is_alive[:, None], since_window, num_keys)), first)
             lowest = tl.minimum(lowest, tl.maximum(root, 0))
+        else:
+            since = tl.maximum(since, till[:, None] - (WINDOW - 1))
+            lowest = tl.min(tl.where(is_alive[:, None], since, num_keys))
         begin = tl.maximum(begin, lowest)
 
     first_block = begin // BLOCK_N
@@ -172,6 +171,8 @@ def attend_kernel(  # noqa: C901 most branches are constants; parts in functions
         if WINDOW > 0:
             is_read &= t >= lowest
         is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
+        if WINDOW > 0 and HAS_TREE:
+            is_seen &= t[None, :] >= since_window
         scores, slot = _scores(
             x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read, D,
             CODES, BLOCK_M, BLOCK_N, BLOCK_D, PIECE, IS_WIDE,
@@ -186,10 +187,10 @@ def attend_kernel(  # noqa: C901 most branches are constants; parts in functions
             t = start + tl.arange(0, BLOCK_T)
             is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
             is_entry = is_alive[:, None] & ((t >= root) & (t < end_of_tree))[None, :]
-            if WINDOW > 0:
-                is_entry &= (t - root)[None, :] >= oldest
             of_queries = seen + b * seen_stride_b + n[:, None] * seen_stride_n
             is_seen |= tl.load(of_queries + (t - root)[None, :] * seen_stride_m, mask=is_entry, other=0) != 0
+            if WINDOW > 0:
+                is_seen &= t[None, :] >= since_window
             is_read = tl.max(is_seen.to(tl.int32), axis=0) > 0
             scores, slot = _scores(
                 x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read,
@@ -217,23 +218,24 @@ def attend_kernel(  # noqa: C901 most branches are constants; parts in functions
 
 
 @triton.jit
-def _shown_entries(
-    of_queries, stride, is_alive, num_entries, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
+def _begins_of_windows(
+    till, root, of_queries, stride, is_alive, num_entries, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M] how many entries of a tree are shown to a query, and the first one that is among the last WINDOW."""
-    num_seen = tl.zeros([BLOCK_M], tl.int32)
+    """[BLOCK_M] where the last WINDOW keys begin that are shown to a query: in the text till ``till``, or in a tree."""
+    num_shown = tl.zeros([BLOCK_M], tl.int32)
     for start in tl.range(0, num_entries, BLOCK_T, num_stages=1):
         entry = start + tl.arange(0, BLOCK_T)
         mask = is_alive[:, None] & (entry < num_entries)[None, :]
         shown = tl.load(of_queries[:, None] + entry[None, :] * stride, mask=mask, other=0)
-        num_seen += tl.sum((shown != 0).to(tl.int32), axis=1)
-    oldest = tl.zeros([BLOCK_M], tl.int32)
+        num_shown += tl.sum((shown != 0).to(tl.int32), axis=1)
+    since = till - (WINDOW - 1) + num_shown
     if num_entries > WINDOW:  # trees are smaller than windows almost always
-        behind = num_seen
+        behind = num_shown
         for entry in tl.range(0, num_entries, num_stages=1):
             behind -= (tl.load(of_queries + entry * stride, mask=is_alive, other=0) != 0).to(tl.int32)
-            oldest = tl.where(behind >= WINDOW, entry + 1, oldest)
-    return num_seen, oldest
+            since = tl.where(behind >= WINDOW, root + entry + 1, since)
+    return since
 
 
 @triton.jit
