@@ -61,8 +61,8 @@ class Attention:
         """What is between the projections; ``PagedKV.attend`` has the shapes."""
         cos = sin = None
         if self._has_rotary:
-            of_window = context.window_rotary if self._form.window else None
-            rotary = of_window or context.rotary
+            has_own = self._form.window > 0 and context.window_rotary is not None
+            rotary = context.window_rotary if has_own else context.rotary
             assert rotary is not None
             cos, sin = rotary.cos, rotary.sin
         return context.kv.attend(self._kv_layer, projected, self._form, cos, sin, context.packing)

@@ -191,7 +191,7 @@ class Lfm3Weights(Lfm2Weights):
         parameters = self.config.rope_parameters
         for kind, of_kind in parameters.items():
             if isinstance(of_kind, dict) and of_kind.get("rope_type", "default") == "default":
-                # transformers rotates whole heads then
+                # with the default rope transformers rotates whole heads, whatever this factor is
                 parameters[kind] = {name: x for name, x in of_kind.items() if name != "partial_rotary_factor"}
         full, windowed = (self.rotary(x) if x in self.config.layer_types else None for x in (ATTENTION, WINDOWED))
         return full, windowed
