@@ -25,10 +25,11 @@ Tokens = tuple[int, ...]
 NUM_KILLS = 20 if IS_FULL else 12
 LINE_TIMEOUT_S = 240.0  # for all that an engine answers, beside others on a busy machine
 
-# Answers texts over and over, from disk where they are there, and ends with 7 when a text is wrong. Its disk is slow,
-# so that at most moments a file is being written. Each engine is a fork of a process that has imported all.
+# Answers texts over and over, from disk where they are there, and ends with 7 when a text is wrong. It goes on until it
+# has found one there: another engine may remove what it writes. Its disk is slow, so that at most moments a file is
+# being written. Each engine is a fork of a process that has imported all.
 ENGINES = """
-import json, os, sys, time, traceback
+import json, os, random, sys, time, traceback
 from pathlib import Path
 from specmamba.cache.tiers import entry_folder
 from tests.cache.test_disk_exact import forget, new_llm, run, stats
@@ -42,11 +43,14 @@ def write_slowly(descriptor, piece):
 
 def answer(seed, rounds, size):
     entry_folder._write_whole = write_slowly
+    draw = random.Random(seed)
     with new_llm(folder, "chain", num_threads=1, hicache_storage_size=size) as llm:
         print(os.getpid(), flush=True)
-        for round in range(rounds):
-            for number in range(len(texts)):
-                prompt, expected = texts[(number * (1 + 2 * seed) + round) % len(texts)]
+        for round in range(10 * rounds):
+            if round >= rounds and stats(llm).hits:
+                break
+            for _ in texts:
+                prompt, expected = draw.choice(texts)
                 if list(run(llm, tuple(prompt)).token_ids) != expected:
                     return 7
             forget(llm)
