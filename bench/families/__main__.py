@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # --help must not wait for torch
 PROG = "python -m specmamba.bench.families"
 NAMES = (
     *("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
-    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "lfm2_moe", "falcon_mamba", "jamba", "mamba2"),
+    *("bamba", "falcon_h1", "granite_hybrid", "nemotron_h", "lfm2", "lfm2_moe", "lfm3", "falcon_mamba", "jamba"),
+    "mamba2",
 )
 NUM_NODES = 4
 CHAIN_FLAGS: dict[str, Any] = {

@@ -197,6 +197,22 @@ LFM2_MOE: dict[str, Any] = LFM2 | {
     "num_experts": 16,
     "num_experts_per_tok": 4,
 }
+LFM3: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1280,
+    "intermediate_size": 4800,
+    "num_hidden_layers": 21,
+    "layer_types": ["conv", *["conv", "full_attention", "conv", "sliding_attention"] * 5],
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "conv_L_cache": 7,
+    "sliding_window": 256,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 # family: (class of the configuration, class of the model, settings)
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -212,6 +228,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", LFM2),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", LFM2_MOE),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", LFM3),
     "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", FALCON_MAMBA),
     "jamba": ("JambaConfig", "JambaForCausalLM", JAMBA),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),

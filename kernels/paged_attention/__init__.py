@@ -33,7 +33,7 @@ def attend_layer(
         projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates; or packed
             (``takes_packed``). Latent attention (``config.latent_dim``; MLA, arXiv 2405.04434, section 2.1) has values
             of V <= D numbers, the last ones of their keys: projections have none.
-        config: heads, scale, norm and gate of this layer.
+        config: heads, scale, norm, gate and window of this layer.
         angles: cosines and sines, see ``rowwise.rotate``; None: queries and keys are not rotated.
         kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0; with scales,
             as codes of 8 bits (``codes.py``). Query head h reads key head h // (Hq // Hkv).

@@ -38,6 +38,29 @@ struct VisibleKeys {
   int64_t slot(int64_t b, int64_t position) const { return table[rows[b] * table_row + position]; }
 };
 
+// What a layer with a window shows of them: AttentionConfig.window.
+struct WindowedKeys : VisibleKeys {
+  int64_t window;  // 0: all
+
+  // The keys before the tree that a query sees, and the first entry that it sees if it is shown that one.
+  struct Seen {
+    Range shown, text;  // before the tree, without the window and with it
+    int64_t first_entry;
+  };
+  Seen seen_by(int64_t b, int64_t query) const {
+    const Range text = before_tree(b, query);
+    if (window == 0) return {text, text, 0};
+    int64_t left = window, entry = std::max<int64_t>(tree(b).end - tree(b).begin, 0);
+    for (; entry > 0 && left > 0; --entry) left -= seen[b * seen_batch + query * seen_query + entry - 1];
+    return {text, {std::max(text.begin, text.end - left), text.end}, entry};
+  }
+  // Where a run of keys begins that has all that is seen from `begin` on, a whole number of `steps` behind the first key:
+  // so that a key's place in the run, and with it the order of sums, does not depend on which queries there are.
+  int64_t begin_of_run(int64_t begin, int64_t steps) const {
+    return window == 0 || begin <= first ? begin : first + (begin - first) / steps * steps;
+  }
+};
+
 // Scales of the codes in two pools: [T, Hkv], `row` from token to token.
 struct Scales {
   float *k, *v;
@@ -53,7 +76,7 @@ struct Attend {
   const void *q, *k, *v;  // [B, N, Hq, D] and pools [T, Hkv, D] and [T, Hkv, V]
   const void* gate;       // [B * N, Hq, V], gate_query from query to query; or null: the sums as they are
   void* out;              // [B, N, Hq, V]
-  VisibleKeys visible;
+  WindowedKeys visible;
   const int64_t *firsts, *counts;  // [B], of packed queries; or null: N each, row after row
   int64_t batch, queries, query_heads, key_heads, width, value_width, k_row, v_row, gate_query;
   double scale;
@@ -87,7 +110,7 @@ struct Scratch {
   std::vector<int64_t> seen;
   std::vector<const Stored*> keys, values;
   std::vector<float> key_scales, value_scales;  // of codes; those of keys with the scale of scores
-  std::vector<uint8_t> is_seen;  // by query
+  std::vector<uint8_t> is_seen, is_shown;  // by query; with a window it is shown more than it sees
   std::vector<float> weights, totals;
   std::vector<float> entries;  // weights of one row in the tree
 
@@ -133,22 +156,29 @@ class Task {
   // Keys that no row sees are not touched: they belong to other requests.
   void see() {
     const int64_t first = query(0), num_queries = query(rows_ - 1) + 1 - first;
-    const VisibleKeys& visible = p_.visible;
-    VisibleKeys::Range any = visible.tree(b_), all{0, visible.num_keys};  // what some and what all queries see
+    const WindowedKeys& visible = p_.visible;
+    WindowedKeys::Range any = visible.tree(b_), all{0, visible.num_keys};  // what some and what all queries see
+    WindowedKeys::Seen of[kTaskRows];
     for (int64_t n = 0; n < num_queries; ++n) {
-      const auto [begin, end] = visible.before_tree(b_, first + n);
+      of[n] = visible.seen_by(b_, first + n);
+      const auto [begin, end] = of[n].text;
       if (begin < end) any = {std::min(any.begin, begin), std::max(any.end, end)};
       all = {std::max(all.begin, begin), std::min(all.end, end)};
     }
     const auto sees = [&](int64_t n, int64_t position) {
       if (all.begin <= position && position < all.end) return true;
-      const auto [begin, end] = visible.before_tree(b_, first + n);
+      const auto [begin, end] = of[n].text;
+      if (begin <= position && position < end) return true;
+      return visible.sees_entry(b_, first + n, position) && position - visible.roots[b_] >= of[n].first_entry;
+    };
+    const auto is_shown = [&](int64_t n, int64_t position) {
+      const auto [begin, end] = of[n].shown;
       return (begin <= position && position < end) || visible.sees_entry(b_, first + n, position);
     };
     s_.seen.clear();
-    for (int64_t position = any.begin; position < any.end; ++position)
+    for (int64_t position = visible.begin_of_run(any.begin, kLanes); position < any.end; ++position)
       for (int64_t n = 0; n < num_queries; ++n)
-        if (sees(n, position)) {
+        if (visible.window == 0 ? sees(n, position) : is_shown(n, position)) {
           s_.seen.push_back(position);
           break;
         }
@@ -169,6 +199,10 @@ class Task {
     s_.is_seen.assign(num_queries * stride_, 0);
     for (int64_t n = 0; n < num_queries; ++n)
       for (int64_t j = 0; j < count_; ++j) s_.is_seen[n * stride_ + j] = sees(n, s_.seen[j]);
+    if (visible.window == 0) return;
+    s_.is_shown.assign(num_queries * stride_, 0);
+    for (int64_t n = 0; n < num_queries; ++n)
+      for (int64_t j = 0; j < count_; ++j) s_.is_shown[n * stride_ + j] = is_shown(n, s_.seen[j]);
   }
 
   void find_scales() {
@@ -205,10 +239,12 @@ class Task {
   // Products -> e^(score - largest score); their sum goes to s_.totals. Where nothing is seen: 0, and 1. Scales of codes
   // go to the scores, and to the weights behind their sum.
   //
-  // The order of a sum is that of the keys that its row sees, as if the row were alone: those of a tree move together.
+  // The order of a sum is that of the keys that its row is shown, as if the row were alone: those of a tree move together.
   void softmax(int64_t r) {
     float* weights = &s_.weights[r * stride_];
-    const uint8_t* is_seen = &s_.is_seen[(query(r) - query(0)) * stride_];
+    const int64_t of_query = (query(r) - query(0)) * stride_;
+    const uint8_t* is_seen = &s_.is_seen[of_query];
+    const uint8_t* is_shown = p_.visible.window == 0 ? is_seen : &s_.is_shown[of_query];
     const Vector scale = broadcast(static_cast<float>(p_.scale));
     const Vector hidden = broadcast(-std::numeric_limits<float>::infinity());
     Vector most = hidden, total = zero();
@@ -244,10 +280,10 @@ class Task {
       for_vectors(count_ - alike_, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
         store(entries + i, soften(alike_ + i, lanes), lanes);
       });
-      int64_t num_seen = 0;
+      int64_t num_shown = 0;
       for (int64_t i = 0; i < count_ - alike_; ++i)
-        if (is_seen[alike_ + i]) entries[num_seen++] = entries[i];
-      for_vectors(num_seen, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+        if (is_shown[alike_ + i]) entries[num_shown++] = entries[i];
+      for_vectors(num_shown, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
         total = chosen(lanes, total + load(entries + i, lanes), total);
       });
     }
@@ -318,6 +354,7 @@ void attend(const Attend& p, int num_threads) {
     length = std::max(length, p.visible.tree(b).end);
     for (int64_t n = 0; n < p.queries; ++n) length = std::max(length, p.visible.before_tree(b, n).end);
   }
+  if (p.visible.window > 0) length = std::min(length, p.visible.window + p.queries);
   if (p.batch * p.queries * p.query_heads * length * p.width < kSerialBelow) num_threads = 1;
   parallel_for(p.batch * p.key_heads * parts, 1, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {

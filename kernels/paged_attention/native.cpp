@@ -17,6 +17,7 @@ struct Config {
   const float* norm;  // [Hq + Hkv, D], or null: queries and keys are not normalised
   int64_t query_heads, key_heads, width, value_width, has_gate;
   int64_t is_latent;  // values are the last value_width numbers of keys, which are one head
+  int64_t window;
   double scale, eps;
 };
 
@@ -105,7 +106,7 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
   const T* gate = config.has_gate ? projected + qk_size + v_size : nullptr;
   std::fill_n(static_cast<T*>(p.out) + real * out_size, (tokens - real) * out_size, T{});
   const auto* read = read_as<Query<T, Stored>>(queries, real * q_size);
-  const Attend a{read, p.k, p.v, gate, p.out, p.visible, p.firsts, p.counts,
+  const Attend a{read, p.k, p.v, gate, p.out, {p.visible, config.window}, p.firsts, p.counts,
                  p.batch, p.queries, config.query_heads, config.key_heads, width, config.value_width, p.k_row, p.v_row, size,
                  config.scale, p.scales()};
   if (p.queries > kManyQueries && p.visible.roots == nullptr && !p.is_exact)

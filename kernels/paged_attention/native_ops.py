@@ -18,9 +18,8 @@ from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, 
 SOURCE = Path(__file__).parent / "native.cpp"
 MAX_QUERIES = 64  # of a draft tree; runs without a tree may have any number
 
-_Config = struct(
-    "Config", ["norm"], ["query_heads", "key_heads", "width", "value_width", "has_gate", "is_latent"], ["scale", "eps"]
-)
+_CONFIG_SIZES = ["query_heads", "key_heads", "width", "value_width", "has_gate", "is_latent", "window"]
+_Config = struct("Config", ["norm"], _CONFIG_SIZES, ["scale", "eps"])
 _VISIBLE = ["table", "rows", "last", "roots", "seen"]
 _STRIDES = ["last_batch", "last_query", "seen_batch", "seen_query"]
 _VISIBLE_SIZES = ["table_row", "num_keys", "first", "sees_all", "entries", *_STRIDES]
@@ -131,7 +130,7 @@ def _marshal(config: AttentionConfig) -> Any:
         require(is_read, "the norm's dtype, device or layout is none that native code reads")
     return _Config(
         None if norm is None else norm.data_ptr(),
-        *(*heads, width, config.value_dim, config.has_gate, config.latent_dim is not None),
+        *(*heads, width, config.value_dim, config.has_gate, config.latent_dim is not None, config.window),
         *(config.scale, config.norm_eps),
     )
 

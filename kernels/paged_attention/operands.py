@@ -39,6 +39,9 @@ class AttentionConfig:
     norm_eps: float = 0.0
     has_gate: bool = False  # the output is multiplied by the sigmoid of a gate
     latent_dim: int | None = None  # V: values are the last V numbers of their keys (MLA); None: they are projected
+    # W: of the keys that the metadata shows to a query, it sees only the last W, text before the entries of a tree and
+    # these in their order; 0: all.
+    window: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -115,3 +118,19 @@ class AttentionMetadata:
         entry = behind_root.clamp(0, num_entries - 1)[:, None].expand(-1, self.seen.shape[1], -1)
         is_entry = (behind_root >= 0) & (behind_root < num_entries)
         return mask | (is_entry[:, None] & self.seen.gather(2, entry))
+
+    def within(self, window: int) -> tuple[Tensor, Tensor | None]:
+        """``indices`` and ``mask`` of a layer with this window (``AttentionConfig.window``)."""
+        if window == 0:
+            return self.indices, self.mask
+        if self.mask is None:
+            return self.indices[:, -window:], None
+        if window not in self._masks:
+            behind = self.mask.flip(-1).cumsum(-1).flip(-1)  # keys that a query sees from each on
+            self._masks[window] = self.mask & (behind <= window)
+        return self.indices, self._masks[window]
+
+    @cached_property
+    def _masks(self) -> dict[int, Tensor]:
+        """Masks by window."""
+        return {}

@@ -2,6 +2,8 @@
 
     out = softmax(scale * q K^T, over the visible keys) V
 
+With a window W the visible keys are the last W of those that the mask shows (sliding windows: arXiv 2310.06825).
+
 Sources: paged key-value storage, arXiv 2309.06180, section 4.1; grouped query heads, arXiv 2305.13245,
 section 2.2; a tree as an attention mask, arXiv 2305.09781, section 4. See README.md.
 """
@@ -15,14 +17,20 @@ from specmamba.kernels.rowwise import reference as rowwise
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: Tensor | None, scale: float | None = None
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    kv_indices: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Attend from N queries per row to L rows of the key-value pool of one layer.
 
     q [B, N, Hq, D], k_pool [T, Hkv, D] and v_pool [T, Hkv, V] (query head h reads key-value head h // (Hq // Hkv)),
     kv_indices [B, L] int64 rows of the pool, mask [B, N, L] bool, True where a query sees a key, or None when
     everything is visible. An entry of kv_indices that no query sees may name any row of the pool. A query that sees no
-    key gets 0. scale None: D**-0.5.
+    key gets 0. scale None: D**-0.5. window: of the keys that a query sees, so many last ones count; 0: all.
 
     Returns out [B, N, Hq, V] in the dtype of q; sums are formed in float32 (float64 for float64 inputs). Raises
     IndexError from torch when an entry of kv_indices lies outside the pool.
@@ -34,6 +42,7 @@ def attend(
     for b in range(batch):
         for n in range(nodes):
             visible = kv_indices[b] if mask is None else kv_indices[b][mask[b, n]]
+            visible = visible[-window:] if window else visible
             for h in range(query_heads):
                 keys = k_pool[visible, h // group].to(dtype)
                 values = v_pool[visible, h // group].to(dtype)
@@ -77,7 +86,8 @@ def attend_layer(
                 store(v[b, n], kv.v_pool, kv.v_scales, slot)
     pools = (kv.k_pool, kv.k_scales), (kv.v_pool, kv.v_scales)
     k_pool, v_pool = (pool if scales is None else dequantize(pool, scales) for pool, scales in pools)
-    out = attend(qk[:, :, :query_heads], k_pool, v_pool, metadata.indices, metadata.mask, config.scale)
+    q, keys = qk[:, :, :query_heads], (metadata.indices, metadata.mask)
+    out = attend(q, k_pool, v_pool, *keys, config.scale, config.window)
     if config.has_gate:
         dtype = torch.promote_types(projected.dtype, torch.float32)
         out = (out.to(dtype) / (1 + torch.exp(-gate.to(dtype)))).to(projected.dtype)

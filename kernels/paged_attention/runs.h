@@ -94,7 +94,7 @@ class RunTask {
     const int64_t at = head * p.queries * group_ + first;
     sums_ = progress.sums.data() + at * value_width_, most_ = progress.most.data() + at, total_ = progress.total.data() + at;
     for (int64_t r = 0; r < rows_; ++r) {
-      const VisibleKeys::Range range = p.visible.before_tree(b, (first_ + r) / group_);
+      const WindowedKeys::Range range = p.visible.seen_by(b, (first_ + r) / group_).text;
       begin_[r] = range.begin, end_[r] = range.end;
     }
   }
@@ -225,12 +225,13 @@ class RunTask {
 };
 
 // What the queries of a row see, from the first position to the last: other keys, which may hold anything, are not read.
-inline VisibleKeys::Range seen_by_any(const Attend& p, int64_t b) {
-  VisibleKeys::Range all{p.visible.num_keys, 0};
+inline WindowedKeys::Range seen_by_any(const Attend& p, int64_t b) {
+  WindowedKeys::Range all{p.visible.num_keys, 0};
   for (int64_t query = 0; query < p.queries; ++query) {
-    const VisibleKeys::Range range = p.visible.before_tree(b, query);
+    const WindowedKeys::Range range = p.visible.seen_by(b, query).text;
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
+  all.begin = p.visible.begin_of_run(all.begin, kKeyBlock);
   return all;
 }
 
@@ -253,7 +254,7 @@ void attend_run(const Attend& p, int num_threads) {
     progress.sums.assign(p.key_heads * rows * p.value_width, 0.0f);
     progress.most.assign(p.key_heads * rows, -std::numeric_limits<float>::infinity());
     progress.total.assign(p.key_heads * rows, 0.0f);
-    const VisibleKeys::Range seen = seen_by_any(p, b);
+    const WindowedKeys::Range seen = seen_by_any(p, b);
     for (int64_t begin = seen.begin; begin < seen.end; begin += kKeysAtOnce) {
       const int64_t count = std::min(kKeysAtOnce, seen.end - begin);
       gathered.gather<Stored>(p, b, begin, count, num_threads);

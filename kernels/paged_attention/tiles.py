@@ -126,6 +126,7 @@ def attend_constexprs(
     is_wide: bool = False,
     codes: int = 0,
     value_dim: int | None = None,
+    window: int = 0,
 ) -> dict[str, Any]:
     """Constants of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter.
 
@@ -148,6 +149,7 @@ def attend_constexprs(
         "BLOCK_V": max(MIN_BLOCK, next_power_of_2(value_dim)),
         "PIECE": tile.piece,
         "IS_WIDE": is_wide,
+        "WINDOW": window,
     }
 
 
@@ -177,7 +179,10 @@ LATENTS = (
 
 
 def variants() -> list[Variant]:
-    """Layers as the families have them: (query heads, key heads, head size) of Falcon-H1, Granite 4, Qwen3-Next."""
+    """Layers as the families have them: (query heads, key heads, head size) of Falcon-H1, Granite 4, Qwen3-Next.
+
+    Those with a window are LFM3's.
+    """
     return [
         store_variant(16, 2, 256, 64, torch.bfloat16),
         attend_variant(1, 8, 2, 64, torch.bfloat16, has_tree=False),
@@ -198,6 +203,8 @@ def variants() -> list[Variant]:
             attend_variant(num_queries, 32, 1, 576, dtype, has_tree=num_queries == 8, stored=stored, value_dim=512)
             for num_queries, dtype, stored in LATENTS
         ),
+        attend_variant(16, 16, 4, 128, torch.bfloat16, has_tree=True, window=256),
+        attend_variant(2048, 16, 4, 128, torch.bfloat16, has_tree=False, window=256),
     ]
 
 
@@ -231,6 +238,7 @@ def attend_variant(
     has_tree: bool,
     stored: torch.dtype | None = None,
     value_dim: int | None = None,
+    window: int = 0,
 ) -> Variant:
     """The variant of a launch for so many queries; ``stored``: dtype of codes, None: there are none.
 
@@ -244,7 +252,7 @@ def attend_variant(
     tile = tile_of(num_queries * group, *widths, dtype, is_split, stored is not None)
     codes = 0 if stored is None else CODES[stored]
     constexprs = attend_constexprs(
-        tile, key_heads, group, head_dim, has_tree, is_split, has_gate, codes=codes, value_dim=value_dim
+        tile, key_heads, group, head_dim, has_tree, is_split, has_gate, codes=codes, value_dim=value_dim, window=window
     )
     types = {
         **dict.fromkeys(("q", "gate"), _pointer(dtype)),
@@ -260,6 +268,7 @@ def attend_variant(
     absent += [] if codes else SCALES
     name = f"{'tree' if has_tree else 'causal'} {_form(dtype, stored)} N={num_queries} group={group} D={head_dim}"
     name += "" if value_dim is None else f" V={value_dim}"
+    name += f" window={window}" if window else ""
     constexprs |= dict.fromkeys(absent)
     # as callers have them: a column per query or one for all of a tree, a bool beside the next
     constexprs |= {"seen_stride_m": 1} if has_tree else {"last_stride_n": 1}

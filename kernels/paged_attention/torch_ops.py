@@ -151,9 +151,9 @@ def attend_layer(
     q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
     write(kv, k.flatten(0, 1), v.reshape(-1, key_heads, dim) if kv_dim else None)
     if kv.k_scales is None:
-        out = attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
+        out = attend(q, kv.k_pool, kv.v_pool, *metadata.within(config.window), config.scale).flatten(2)
     else:
-        out = attend_to_codes(q, kv, metadata.indices, metadata.mask, config.scale).flatten(2)
+        out = attend_to_codes(q, kv, *metadata.within(config.window), config.scale).flatten(2)
     return out * gate.sigmoid() if config.has_gate else out
 
 

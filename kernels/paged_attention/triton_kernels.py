@@ -80,7 +80,7 @@ def _scaled(x, inverse, weights, mask):
         *("table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"),
     ]
 )
-def attend_kernel(
+def attend_kernel(  # noqa: C901 most branches are constants; parts in functions of their own compile to other code
     q, k_pool, v_pool, k_scales, v_scales, table, rows, last, roots, seen, gate, out, peaks, sums,
     scale, num_queries, num_keys, first, num_entries,
     q_stride_b, q_stride_n, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
@@ -89,11 +89,13 @@ def attend_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TREE: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_GATE: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr, IS_WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Some queries' heads of one key head, over a part of the row's keys where IS_SPLIT, else over all of them.
 
     Rows of the products are (query, query head of the key head): a key is read once for all of them. ``scale`` has
     log2(e) in it: exponentials are of base 2. IS_WIDE: multiply in float32, as the interpreter has no products of bf16.
+    WINDOW: of the keys that are shown to a query, so many last ones are seen; 0: all.
     """
     num_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
     key_head = tl.program_id(0) // num_blocks
@@ -120,6 +122,20 @@ def attend_kernel(
         since = tl.where(till < first, 0, first)[:, None]
         below = tl.max(tl.where(till < first, till, -1), axis=0)
         begin, end = tl.where(below >= 0, 0, first), above + 1
+    if WINDOW > 0:
+        if HAS_TREE:
+            # from here on a query sees the text, and the entries that it is shown
+            shown = seen + b * seen_stride_b + n * seen_stride_n
+            since_window = _begins_of_windows(
+                till, root, shown, seen_stride_m, is_alive, tl.minimum(num_entries, num_keys - root), WINDOW,
+                BLOCK_M, BLOCK_T,
+            )[:, None]  # fmt: skip
+            lowest = tl.maximum(tl.min(tl.where(is_alive[:, None], since_window, num_keys)), first)
+            lowest = tl.minimum(lowest, tl.maximum(root, 0))
+        else:
+            since = tl.maximum(since, till[:, None] - (WINDOW - 1))
+            lowest = tl.min(tl.where(is_alive[:, None], since, num_keys))
+        begin = tl.maximum(begin, lowest)
 
     first_block = begin // BLOCK_N
     in_all = tl.maximum(tl.cdiv(end, BLOCK_N) - first_block, 0)
@@ -152,7 +168,11 @@ def attend_kernel(
     for start in range(begin, end_of_text, BLOCK_N):
         t = start + tl.arange(0, BLOCK_N)
         is_read = (t <= below) | ((t >= first) & (t <= above))
+        if WINDOW > 0:
+            is_read &= t >= lowest
         is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
+        if WINDOW > 0 and HAS_TREE:
+            is_seen &= t[None, :] >= since_window
         scores, slot = _scores(
             x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read, D,
             CODES, BLOCK_M, BLOCK_N, BLOCK_D, PIECE, IS_WIDE,
@@ -169,6 +189,8 @@ def attend_kernel(
             is_entry = is_alive[:, None] & ((t >= root) & (t < end_of_tree))[None, :]
             of_queries = seen + b * seen_stride_b + n[:, None] * seen_stride_n
             is_seen |= tl.load(of_queries + (t - root)[None, :] * seen_stride_m, mask=is_entry, other=0) != 0
+            if WINDOW > 0:
+                is_seen &= t[None, :] >= since_window
             is_read = tl.max(is_seen.to(tl.int32), axis=0) > 0
             scores, slot = _scores(
                 x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read,
@@ -193,6 +215,27 @@ def attend_kernel(
             gates = gate + b * gate_stride_b + n.to(tl.int64)[:, None] * gate_stride_n + head[:, None] * V + d[None, :]
             y = _gated(y, gates, is_out)
         tl.store(at, tl.where(is_alive[:, None], y, 0.0), mask=is_out)
+
+
+@triton.jit
+def _begins_of_windows(
+    till, root, of_queries, stride, is_alive, num_entries, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M] where the last WINDOW keys begin that are shown to a query: in the text till ``till``, or in a tree."""
+    num_shown = tl.zeros([BLOCK_M], tl.int32)
+    for start in tl.range(0, num_entries, BLOCK_T, num_stages=1):
+        entry = start + tl.arange(0, BLOCK_T)
+        mask = is_alive[:, None] & (entry < num_entries)[None, :]
+        shown = tl.load(of_queries[:, None] + entry[None, :] * stride, mask=mask, other=0)
+        num_shown += tl.sum((shown != 0).to(tl.int32), axis=1)
+    since = till - (WINDOW - 1) + num_shown
+    if num_entries > WINDOW:  # trees are smaller than windows almost always
+        behind = num_shown
+        for entry in tl.range(0, num_entries, num_stages=1):
+            behind -= (tl.load(of_queries + entry * stride, mask=is_alive, other=0) != 0).to(tl.int32)
+            since = tl.where(behind >= WINDOW, root + entry + 1, since)
+    return since
 
 
 @triton.jit

@@ -20,7 +20,7 @@ def attend_layer(
     """Three launches for trees; rows of padding (``metadata.rows`` 0) get zeros, and nothing is stored in slot 0."""
     q = store(projected, config, angles, kv)
     gate = projected[..., -config.num_query_heads * config.value_dim :] if config.has_gate else None
-    return _attend(q, kv, metadata, config.scale, gate).flatten(2)
+    return _attend(q, kv, metadata, config.scale, gate, config.window).flatten(2)
 
 
 def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV) -> Tensor:
@@ -114,15 +114,19 @@ class _Pools:
         return cls((k.view(torch.int8), v.view(torch.int8), *scales), strides, *sizes, tiles.CODES[k.dtype])
 
 
-def _attend(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None, window: int = 0
+) -> Tensor:
     """``attend``, then times the sigmoid of the gate [B, N, Hq V]."""
-    # what is gathered is seen up to each query: a layer that sees less of it (a window) has to stay in the kernels
-    if crossover.is_gathered(q, kv, metadata, gate is not None):
+    # what is gathered is seen up to each query: a layer that sees less of it stays in the kernels
+    if not window and crossover.is_gathered(q, kv, metadata, gate is not None):
         return torch_ops.attend_spans(q, kv, metadata, scale, gate)
-    return attend_in_kernels(q, kv, metadata, scale, gate)
+    return attend_in_kernels(q, kv, metadata, scale, gate, window)
 
 
-def attend_in_kernels(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
+def attend_in_kernels(
+    q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None, window: int = 0
+) -> Tensor:
     """As ``attend``, whatever the size; then times the sigmoid of the gate [B, N, Hq V]."""
     pools = _Pools.of(kv)
     if q.numel() == 0:
@@ -130,9 +134,9 @@ def attend_in_kernels(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale
     num_keys = min(metadata.num_keys, metadata.table.shape[1])
     q, gate = _dense(q), None if gate is None else _dense(gate)
     if q.shape[1] <= tiles.MAX_SPLIT_QUERIES:
-        return _attend_in_parts(q, pools, metadata, num_keys, scale, gate)
+        return _attend_in_parts(q, pools, metadata, num_keys, scale, gate, window)
     out = _empty_outputs(q, pools)
-    _launch(q, pools, metadata, num_keys, scale, gate, out)
+    _launch(q, pools, metadata, num_keys, scale, gate, out, window=window)
     return out
 
 
@@ -147,16 +151,18 @@ def _attend_in_parts(
     num_keys: int,
     scale: float,
     gate: Tensor | None,
+    window: int,
 ) -> Tensor:
     """Few queries: many programs share the keys of a row."""
     batch, num_queries, query_heads, dim = q.shape
     key_heads = pools.key_heads
     num_rows = num_queries * query_heads // key_heads
     tile = tiles.tile_of(num_rows, dim, pools.value_dim, q.dtype, is_split=True, is_coded=pools.codes > 0)
-    splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), num_keys)
+    most_keys = min(num_keys, window + num_queries) if window else num_keys
+    splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), most_keys)
     parts = torch.empty(splits, *q.shape[:3], pools.value_dim, dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-    _launch(q, pools, metadata, num_keys, scale, None, parts, peaks, sums)
+    _launch(q, pools, metadata, num_keys, scale, None, parts, peaks, sums, window)
     out = _empty_outputs(q, pools)
     kernels.combine_kernel[batch * num_queries, query_heads](
         *(parts, peaks, sums, metadata.rows.contiguous(), gate, out, num_queries, splits),
@@ -178,6 +184,7 @@ def _launch(
     out: Tensor,
     peaks: Tensor | None = None,
     sums: Tensor | None = None,
+    window: int = 0,
 ) -> None:
     """All rows, heads and parts; parts are the first dimension of ``out`` where there are peaks and sums."""
     batch, num_queries, query_heads, dim = q.shape
@@ -201,6 +208,7 @@ def _launch(
         **tiles.attend_constexprs(
             *(tile, key_heads, group, dim, seen is not None, is_split, gate is not None, q.is_cpu, pools.codes),
             value_dim=pools.value_dim,
+            window=window,
         ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

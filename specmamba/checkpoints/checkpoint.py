@@ -23,8 +23,6 @@ LACKING = {
     "(hyper-connections), and clamped inputs of SwiGLU",
     "KimiK3ForConditionalGeneration": "attention over the outputs of earlier layers in place of their sum (attention "
     "residuals), experts of another width than the layers', and SiTU activations",
-    "Lfm3ForCausalLM": "attention over a sliding window, the rope types of its two kinds of attention, gates of "
-    "attention heads, and norms behind each layer",
 }
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 

@@ -143,9 +143,13 @@ def require_bounded_config(file: Path, config: object) -> None:
     """
     _require_all(file, {name: getattr(config, name) for name in FIELDS if hasattr(config, name)})
     rope = getattr(config, "rope_parameters", None)
-    for name, bounds in ROPE_FIELDS.items():
-        if isinstance(rope, dict) and name in rope:
-            _require(file, f"rope_parameters.{name}", rope[name], bounds)
+    if not isinstance(rope, dict):
+        return
+    of_kinds = {f"{kind}.": part for kind, part in rope.items() if isinstance(part, dict)}  # of layers
+    for kind, part in {"": rope, **of_kinds}.items():
+        for name, bounds in ROPE_FIELDS.items():
+            if name in part:
+                _require(file, f"rope_parameters.{kind}{name}", part[name], bounds)
 
 
 def _require_all(file: Path, values: Mapping[str, object]) -> None:

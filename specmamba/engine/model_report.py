@@ -25,7 +25,7 @@ from specmamba.engine.loading import Crossovers, load_models, load_tokenizer, re
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels import gpu
 from specmamba.kernels.paged_attention import crossover
-from specmamba.layers.attention import Attention
+from specmamba.layers.attention import Attention, HeadGatedAttention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from specmamba.layers.latent_attention import LatentAttention
@@ -40,6 +40,7 @@ from specmamba.version import __version__
 KINDS: dict[type, str] = {
     Attention: "attention",
     BlockAttention: "attention",
+    HeadGatedAttention: "attention",
     LatentAttention: "latent_attention",
     GatedDeltaNet: "gated_delta_net",
     KimiDeltaAttention: "kimi_delta_attention",

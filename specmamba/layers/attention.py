@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from specmamba.kernels import paged_attention
+from specmamba.kernels import paged_attention, rowwise
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import DividedRMSNorm, Linear, RMSNorm
 
@@ -66,6 +66,19 @@ class Attention:
         """What is between the projections; ``PagedKV.attend`` has the shapes."""
         cos = sin = None
         if self._has_rotary:
-            assert context.rotary is not None
-            cos, sin = context.rotary.cos, context.rotary.sin
+            has_own = self._form.window > 0 and context.window_rotary is not None
+            rotary = context.window_rotary if has_own else context.rotary
+            assert rotary is not None
+            cos, sin = rotary.cos, rotary.sin
         return context.kv.attend(self._kv_layer, projected, self._form, cos, sin, context.packing)
+
+
+class HeadGatedAttention(Attention):
+    """Attention whose heads have a gate each: the projection gives [Hq] numbers more, behind the values."""
+
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[B, L, H] -> [B, L, H]."""
+        num_heads, projected = self._form.num_query_heads, self._in(x)
+        qkv, gates = projected.split([projected.shape[-1] - num_heads, num_heads], -1)
+        attended = self.attend(qkv, context).unflatten(-1, (num_heads, -1))
+        return self._out(rowwise.gate_heads(attended, gates).flatten(-2))

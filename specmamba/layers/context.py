@@ -38,6 +38,7 @@ class LayerContext:
     state: StateView | None
     rotary: RotaryAngles | None  # None in models that do not rotate
     packing: Packing | None = None
+    window_rotary: RotaryAngles | None = None  # of attention with a window; None: as of other attention
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, L, ...] -> what products run on: [1, T, ...], or x itself."""

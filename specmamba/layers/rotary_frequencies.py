@@ -11,6 +11,7 @@ from torch import Tensor
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
 KINDS = ("default", "linear", "yarn", "llama3", "dynamic", "longrope")
+KINDS_OF_LAYERS = (*KINDS, "proportional")  # where each kind of layers has parameters of its own
 
 
 class Frequencies(NamedTuple):
@@ -22,8 +23,11 @@ class Frequencies(NamedTuple):
     max_length: int
 
 
-def rotary_frequencies(config: Any) -> Frequencies:
+def rotary_frequencies(config: Any, layer_kind: str | None = None) -> Frequencies:
     """Frequencies of texts that are not longer than ``max_length``.
+
+    ``layer_kind``: of the layers, where ``rope_parameters`` has parameters for each kind. ``proportional`` frequencies
+    are 0 for the last numbers of a head, which do not turn.
 
     For text the three sections of a multimodal rotary embedding have the same position: it equals the plain one.
 
@@ -32,12 +36,20 @@ def rotary_frequencies(config: Any) -> Frequencies:
         UnsupportedModelError: a rope type that is not known.
     """
     parameters, max_length = config.rope_parameters, config.max_position_embeddings
+    if layer_kind is not None:
+        parameters = parameters.get(layer_kind)
+        if not isinstance(parameters, dict):
+            raise CheckpointError(f"config.json: rope_parameters have none for layers of {layer_kind}")
     kind = parameters.get("rope_type", "default")
-    if kind not in KINDS:
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported ({', '.join(KINDS)} are)")
+    known = KINDS if layer_kind is None else KINDS_OF_LAYERS
+    if kind not in known:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported ({', '.join(known)} are)")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     try:
-        frequencies, scaling = _plain_frequencies(parameters, head_dim) if kind == "default" else _scaled(config, kind)
+        is_plain = kind == "default"
+        frequencies, scaling = (
+            _plain_frequencies(parameters, head_dim) if is_plain else _scaled(config, kind, layer_kind)
+        )
         if kind == "longrope":
             max_length = min(max_length, int(parameters["original_max_position_embeddings"]))
     # transformers computes with the values as they are; torch's errors are RuntimeErrors
@@ -58,8 +70,9 @@ def _plain_frequencies(parameters: dict[str, Any], head_dim: int) -> tuple[Tenso
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
 
-def _scaled(config: Any, kind: str) -> tuple[Tensor, float]:
+def _scaled(config: Any, kind: str, layer_kind: str | None) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    of_layers = {} if layer_kind is None else {"layer_type": layer_kind}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_layers)
     return frequencies, float(scaling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import paged_attention, rowwise
-from specmamba.layers.attention import Attention
+from specmamba.layers.attention import Attention, HeadGatedAttention
 from specmamba.layers.feed_forward import Activation, Experts, GatedMLP
 from specmamba.layers.primitives import Linear
 from specmamba.models.matrices.expert_matrices import ExpertMatrices
@@ -21,7 +22,7 @@ from specmamba.models.weights import Weights, scaled
 from specmamba.parallel.share import Segment, Share
 
 # What transformers calls the kinds of layers. Older configs say "mamba" and "attention"; it translates them.
-RECURRENT, ATTENTION = "linear_attention", "full_attention"
+RECURRENT, ATTENTION, WINDOWED = "linear_attention", "full_attention", "sliding_attention"
 
 
 def number_layers(kinds: Sequence[str], first: Mapping[str, int] | None = None) -> Iterator[tuple[str, int]]:
@@ -97,6 +98,7 @@ class AttentionNames(NamedTuple):
 
     out: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
+    head_gates: str | None = None  # a projection to one gate for each query head; None: there is none
 
 
 USUAL_NAMES = AttentionNames()
@@ -116,6 +118,7 @@ def attention_layer(
     score_scale: float | None = None,
     scales: AttentionScales | None = None,
     names: AttentionNames = USUAL_NAMES,
+    window: int = 0,
 ) -> Attention:
     """Make the attention layer whose tensors are named ``prefix``q_proj, k_proj, v_proj and those of ``names``.
 
@@ -131,7 +134,8 @@ def attention_layer(
         norm_eps: epsilon of the norms of queries and keys; None: there are no such norms.
         score_scale: factor of the scores; None: 1 / sqrt(head size).
         scales: factors of the layer's input, keys and output; None: 1.
-        names: of the output projection and the norms.
+        names: of the output projection, the norms and the gates of heads.
+        window: how many of the last positions a query sees; 0: all.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -141,12 +145,15 @@ def attention_layer(
     queries, keys, own = heads.query_segment, heads.key_segment, heads.of_rank(weights.share)
     parts = {"q_proj": (queries, 1.0), "k_proj": (keys, key_scale), "v_proj": (keys, 1.0)}
     norm = None if norm_eps is None else head_norms(weights, prefix, own, names=names.norms)
-    project = one_product(weights, prefix, parts, width or hidden, has_bias, in_scale)
+    gates = {} if names.head_gates is None else {names.head_gates: Segment("query heads", heads.num_query_heads, 1)}
+    project = one_product(weights, prefix, parts, width or hidden, has_bias, in_scale, gates)
     out_bias = has_bias if has_out_bias is None else has_out_bias
     out = weights.take_linear(f"{prefix}{names.out}", hidden, heads.width, out_bias, out_scale, inputs=[queries])
     scale = dim**-0.5 if score_scale is None else score_scale
-    form = paged_attention.AttentionConfig(own.num_query_heads, own.num_key_heads, dim, scale, norm, norm_eps or 0.0)
-    return Attention(kv_layer, project, out, form, has_rotary)
+    form = paged_attention.AttentionConfig(
+        own.num_query_heads, own.num_key_heads, dim, scale, norm, norm_eps or 0.0, window=window
+    )
+    return (HeadGatedAttention if gates else Attention)(kv_layer, project, out, form, has_rotary)
 
 
 def head_norms(
@@ -244,8 +251,11 @@ def one_product(
     width: int,
     has_bias: bool,
     in_scale: float = 1.0,
+    gates: Mapping[str, Segment] = MappingProxyType({}),
 ) -> Linear:
     """Join projections of the same input [width] to one layer; ``parts``: outputs and output factor by name.
+
+    ``gates``: outputs of further ones, which lie behind the others, have no bias and are not rounded to few bits.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -257,7 +267,15 @@ def one_product(
         matrices.append(scaled(matrix, in_scale * scale))
         if has_bias:
             biases.append(scaled(weights.part(weights.take(f"{prefix}{name}.bias", segment.size), segment), scale))
-    return weights.linear(matrices, torch.cat(biases) if has_bias else None)
+    of_gates = [
+        scaled(weights.take_matrix(f"{prefix}{name}.weight", segment.size, width, outputs=[segment]), in_scale)
+        for name, segment in gates.items()
+    ]
+    bias = None
+    if has_bias:
+        zeros = [biases[0].new_zeros(matrix.shape[0]) for matrix in of_gates]
+        bias = weights.keep_instead(torch.cat([*biases, *zeros]), *biases)
+    return weights.linear(matrices, bias, of_gates)
 
 
 def convolution_by_tap(weights: Weights, prefix: str, state: StateShape) -> Tensor:
@@ -290,11 +308,12 @@ def require_silu(config: Any) -> None:
         raise UnsupportedModelError(f"hidden_act {config.hidden_act!r} is not supported: only silu is")
 
 
-def require_layer_types(config: Any, recurrent: str = RECURRENT) -> None:
-    """Raise UnsupportedModelError where ``layer_types`` does not give one of the two kinds to every layer."""
-    if set(config.layer_types) - {recurrent, ATTENTION} or len(config.layer_types) != config.num_hidden_layers:
+def require_layer_types(config: Any, recurrent: str = RECURRENT, *others: str) -> None:
+    """Raise UnsupportedModelError where ``layer_types`` does not give a kind that is known to every layer."""
+    kinds = recurrent, *others, ATTENTION
+    if set(config.layer_types) - set(kinds) or len(config.layer_types) != config.num_hidden_layers:
         raise UnsupportedModelError(
-            f"layer_types must give {recurrent} or {ATTENTION} to each of {config.num_hidden_layers} layers"
+            f"layer_types must give {' or '.join(kinds)} to each of {config.num_hidden_layers} layers"
         )
 
 

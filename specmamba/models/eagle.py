@@ -86,12 +86,12 @@ class HeadWeights(Weights):
         super().__init__(config, reader, options, options.draft_form)
         self.folder, self.first_kv_layer, self._shares_embedding = folder, first_kv_layer, shares_embedding
 
-    def rotary(self) -> Rotary:
+    def rotary(self, kind: str | None = None) -> Rotary:
         """As of every model, but for all texts of the target. Raises UnsupportedModelError."""
-        kind = self.config.rope_parameters.get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
-            raise UnsupportedModelError(f"rope type {kind!r} is not supported for draft heads")
-        return super().rotary()
+        rope_type = self.config.rope_parameters.get("rope_type", "default")
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModelError(f"rope type {rope_type!r} is not supported for draft heads")
+        return super().rotary(kind)
 
     def require_width(self, width: int, target_width: int) -> None:
         """Raise ConfigError where the two differ."""

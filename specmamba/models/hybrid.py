@@ -81,6 +81,18 @@ def run_blocks(
     return norm(x) if y is None else norm.behind(x, y)[1]
 
 
+class PostNorm:
+    """A layer whose output is normed."""
+
+    def __init__(self, layer: Layer, norm: RMSNorm) -> None:
+        self.parts = (layer,)
+        self._norm = norm
+
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[B, L, H] -> [B, L, H]."""
+        return self._norm(self.parts[0](x, context))
+
+
 class HybridTarget:
     """The body of every family: embedding, blocks with a residual stream, final norm, output head."""
 
@@ -93,6 +105,7 @@ class HybridTarget:
         rotary: Rotary | None,
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
+        window_rotary: Rotary | None = None,
     ) -> None:
         """Put a model together.
 
@@ -103,11 +116,13 @@ class HybridTarget:
             head: H -> V.
             rotary: of the attention layers; None in models without rotary embedding.
             embedding_scale, logits_scale: factors of the outputs of the embedding and of the head.
+            window_rotary: of the attention layers with a window; None: as of the others.
         """
         self.vocab_size, self.hidden_size = embedding.shape
         self.embedding, self.rotary, self.head = embedding, rotary, head
         self.blocks, self._norm = tuple(blocks), norm
         self._embedding_scale, self._logits_scale = embedding_scale, logits_scale
+        self._window_rotary = window_rotary
         self._feature_layers: tuple[int, ...] = ()
         self.is_watched = False
 
@@ -132,8 +147,10 @@ class HybridTarget:
         """Run tokens [B, L] int64 through all blocks; the hidden states are packed where the context packs tokens."""
         packing = context.packing
         x = self.embed(tokens if packing is None else packing.pack(tokens))
-        rotary = None if self.rotary is None else self.rotary.angles(context.positions, x.dtype)
-        layer_context = LayerContext(context.kv, context.state, rotary, packing)
+        rotary, of_windows = (
+            None if of is None else of.angles(context.positions, x.dtype) for of in (self.rotary, self._window_rotary)
+        )
+        layer_context = LayerContext(context.kv, context.state, rotary, packing, of_windows)
         streams: dict[int, Tensor | None] = dict.fromkeys(self._feature_layers)
         hidden = run_blocks(self.blocks, x, layer_context, self._norm, streams)
         read = [stream for i in self._feature_layers if (stream := streams[i]) is not None]

@@ -1,7 +1,8 @@
 """LFM2 (arXiv 2511.23404): gated short convolutions and attention take turns, each with a SwiGLU layer behind it.
 
 A convolution's state is the window of its last inputs; there is no recurrence. LFM2-MoE has experts in place of the
-SwiGLU layers, but for the first few.
+SwiGLU layers, but for the first few. LFM3, as transformers has it, has two kinds of attention, full and over a window,
+each with a rope of its own; attention heads have gates, and what a layer adds is normed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import torch
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
+from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import short_conv
 from specmamba.layers.feed_forward import MoE, SigmoidRouter
+from specmamba.layers.primitives import RMSNorm, Rotary
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import (
     ATTENTION,
+    WINDOWED,
     AttentionNames,
     Heads,
     attention_layer,
@@ -27,7 +31,7 @@ from specmamba.models.common_layers import (
     require_experts,
     require_layer_types,
 )
-from specmamba.models.hybrid import Block, Layer
+from specmamba.models.hybrid import Block, Layer, PostNorm
 from specmamba.models.rank_shapes import channel_segment, own_state
 from specmamba.models.weights import Weights, loaded_model
 
@@ -37,20 +41,26 @@ if TYPE_CHECKING:
 RENAMES = ()
 SHORT_CONV = "conv"  # in ``layer_types``
 NAMES = AttentionNames("out_proj", ("q_layernorm", "k_layernorm"))
+HEAD_GATES = "gate_proj", "g_proj"  # of LFM3, as published, and as transformers names the layer
 GATE, UP, DOWN = "w1", "w3", "w2"
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build LFM2; see ``_load``."""
-    return _load(Lfm2Weights(config, reader, options))
+    """Build LFM2; see ``load_layers``."""
+    return load_layers(Lfm2Weights(config, reader, options))
 
 
 def load_moe(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build LFM2 with mixtures of experts; see ``_load``."""
-    return _load(Lfm2MoEWeights(config, reader, options))
+    """Build LFM2 with mixtures of experts; see ``load_layers``."""
+    return load_layers(Lfm2MoEWeights(config, reader, options))
 
 
-def _load(weights: Lfm2Weights) -> LoadedModel:
+def load_lfm3(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build LFM3; see ``load_layers``."""
+    return load_layers(Lfm3Weights(config, reader, options))
+
+
+def load_layers(weights: Lfm2Weights) -> LoadedModel:
     """Build a model from a checkpoint's config and tensors, with the layers that ``weights`` makes.
 
     Raises:
@@ -59,20 +69,22 @@ def _load(weights: Lfm2Weights) -> LoadedModel:
     """
     c, heads = weights.config, weights.heads
     embedding = weights.take_embedding("model.embed_tokens.weight")
-    numbered = enumerate(number_layers(c.layer_types))
-    blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
+    numbered = number_layers([kind if kind == SHORT_CONV else ATTENTION for kind in c.layer_types])
+    indices = [index for _, index in numbered]
+    blocks = [weights.block(i, f"model.layers.{i}.", kind, indices[i]) for i, kind in enumerate(c.layer_types)]
     # in spite of its name it is behind the layers
     norm = weights.norm("model.embedding_norm.weight", c.hidden_size, c.norm_eps)
-    target, _ = weights.target(embedding, blocks, norm, weights.rotary())
+    rotary, of_windows = weights.rotaries()
+    target, _ = weights.target(embedding, blocks, norm, rotary, window_rotary=of_windows)
     weights.reader.finish()
-    num_attention = c.layer_types.count(ATTENTION)
+    num_convolutions = c.layer_types.count(SHORT_CONV)
     return loaded_model(
         target,
         weights,
-        c.layer_types.count(SHORT_CONV),
+        num_convolutions,
         weights.state_shape,
-        kv=heads.kv_shapes(num_attention),
-        attention_width=heads.width * num_attention,
+        kv=heads.kv_shapes(len(c.layer_types) - num_convolutions),
+        attention_width=heads.width * c.layer_types.count(ATTENTION),  # windows do not grow with the text
     )
 
 
@@ -81,9 +93,17 @@ class Lfm2Weights(Weights):
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
         super().__init__(config, reader, options)
-        require_layer_types(config, SHORT_CONV)
+        self.refuse_variants()
         self.heads = Heads.of(config)
         self.state_shape = StateShape.window(config.hidden_size, config.conv_L_cache)
+
+    def refuse_variants(self) -> None:
+        """Refuse what would be computed wrongly."""
+        require_layer_types(self.config, SHORT_CONV)
+
+    def rotaries(self) -> tuple[Rotary | None, Rotary | None]:
+        """The rotary embedding of attention, and that of layers with a window where they have another."""
+        return self.rotary(), None
 
     def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
         """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
@@ -154,3 +174,63 @@ class Lfm2MoEWeights(Lfm2Weights):
         if not c.use_expert_bias:
             return torch.zeros(c.num_experts, device=self.options.device)
         return self.take(f"{prefix}expert_bias", c.num_experts, dtype=torch.float32)
+
+
+class Lfm3Weights(Lfm2Weights):
+    """Makes the layers of LFM3."""
+
+    def refuse_variants(self) -> None:
+        """Refuse what would be computed wrongly."""
+        c = self.config
+        require_layer_types(c, SHORT_CONV, WINDOWED)
+        if WINDOWED in c.layer_types and (type(c.sliding_window) is not int or c.sliding_window < 1):
+            raise UnsupportedModelError(f"sliding_window should be a number of tokens, but is {c.sliding_window!r}")
+
+    def rotaries(self) -> tuple[Rotary | None, Rotary | None]:
+        """The rotary embeddings of full attention and of attention over a window, of those that there are."""
+        parameters = self.config.rope_parameters
+        for kind, of_kind in parameters.items():
+            if isinstance(of_kind, dict) and of_kind.get("rope_type", "default") == "default":
+                # with the default rope transformers rotates whole heads, whatever this factor is
+                parameters[kind] = {name: x for name, x in of_kind.items() if name != "partial_rotary_factor"}
+        full, windowed = (self.rotary(x) if x in self.config.layer_types else None for x in (ATTENTION, WINDOWED))
+        return full, windowed
+
+    def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
+        """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
+        if kind == SHORT_CONV:
+            mixer = self.short_conv(f"{prefix}conv.", index)
+        else:
+            mixer = self.gated_attention(
+                f"{prefix}self_attn.", index, self.config.sliding_window if kind == WINDOWED else 0
+            )
+        mlp = self.feed_forward(layer, f"{prefix}feed_forward.")
+        layers = (f"{prefix}operator", f"{prefix}post_operator", mixer), (f"{prefix}ffn", f"{prefix}post_ffn", mlp)
+        return Block(tuple((self._norm(before), self._normed(of, behind)) for before, behind, of in layers))
+
+    def gated_attention(self, prefix: str, kv_layer: int, window: int) -> Layer:
+        """Attention with normed queries and keys; ``window`` 0: full."""
+        c = self.config
+        gates = next((name for name in HEAD_GATES if self.reader.has(f"{prefix}{name}.weight")), HEAD_GATES[0])
+        names = AttentionNames(head_gates=gates if c.use_attention_gate else None)
+        return attention_layer(
+            self,
+            prefix,
+            kv_layer,
+            self.heads,
+            has_bias=c.attention_bias,
+            norm_eps=c.norm_eps,
+            names=names,
+            window=window,
+        )
+
+    def inner_size(self) -> int:
+        """The width between the projections of a feed-forward layer."""
+        return int(self.config.intermediate_size)
+
+    def _norm(self, name: str) -> RMSNorm:
+        return self.norm(f"{name}_norm.weight", self.config.hidden_size, self.config.norm_eps)
+
+    def _normed(self, layer: Layer, name: str) -> Layer:
+        """A layer whose output is normed, if the config says so."""
+        return PostNorm(layer, self._norm(name)) if self.config.use_sandwich_norm else layer

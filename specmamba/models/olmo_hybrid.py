@@ -17,7 +17,6 @@ from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import delta_net, paged_attention
 from specmamba.layers.attention import Attention, NormedProjection
-from specmamba.layers.context import LayerContext
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.primitives import DividedRMSNorm, RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -32,7 +31,7 @@ from specmamba.models.common_layers import (
     require_layer_types,
     require_silu,
 )
-from specmamba.models.hybrid import Block, Layer
+from specmamba.models.hybrid import Block, PostNorm
 from specmamba.models.rank_shapes import StateSegments
 from specmamba.models.weights import Weights, loaded_model
 from specmamba.parallel.share import Segment
@@ -68,18 +67,6 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
         kv=heads.kv_shapes(num_attention),
         attention_width=heads.width * num_attention,
     )
-
-
-class PostNorm:
-    """A layer whose output is normed."""
-
-    def __init__(self, layer: Layer, norm: RMSNorm) -> None:
-        self.parts = (layer,)
-        self._norm = norm
-
-    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[B, L, H] -> [B, L, H]."""
-        return self._norm(self.parts[0](x, context))
 
 
 class NoNorm:

@@ -255,13 +255,16 @@ class Weights:
         """Make a norm of the weight ``name`` [size]; ``offset``: 1 for families that store w - 1."""
         return RMSNorm(self.take(name, size, dtype=torch.float32) + offset, eps)
 
-    def rotary(self) -> Rotary:
+    def rotary(self, kind: str | None = None) -> Rotary:
         """The rotary embedding of the config's ``rope_parameters``. Raises UnsupportedModelError.
 
         Texts are then no longer than those for which its frequencies are right.
+
+        Args:
+            kind: of layers, where the config has parameters for each kind.
         """
-        frequencies = rotary_frequencies(self.config)
-        self.max_length = frequencies.max_length
+        frequencies = rotary_frequencies(self.config, kind)
+        self.max_length = min(self.max_length, frequencies.max_length)
         return Rotary(frequencies.inverse.to(self.options.device), frequencies.scaling)
 
     def target(
@@ -272,12 +275,13 @@ class Weights:
         rotary: Rotary | None = None,
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
+        window_rotary: Rotary | None = None,
     ) -> tuple[HybridTarget, Matrix]:
         """Put the target together; its output head is ``lm_head.weight`` or the embedding.
 
         Args:
             embedding: from ``take_embedding``.
-            blocks, norm, rotary, embedding_scale, logits_scale: as for ``HybridTarget``.
+            blocks, norm, rotary, embedding_scale, logits_scale, window_rotary: as for ``HybridTarget``.
 
         Returns:
             The target, and the matrix of its output head [V, H], this rank's part.
@@ -286,7 +290,8 @@ class Weights:
         head = self.head(matrix, embedding.shape[0])
         shares_codes = matrix is embedding  # a rank has all vectors, and a part of the head
         vectors = self.embedding_layer(embedding, head if shares_codes else None)
-        return HybridTarget(vectors, blocks, norm, head, rotary, embedding_scale, logits_scale), matrix
+        scales = embedding_scale, logits_scale
+        return HybridTarget(vectors, blocks, norm, head, rotary, *scales, window_rotary), matrix
 
     def output_head(self, name: str, embedding: Matrix, is_tied: bool) -> Matrix:
         """This rank's part of the output head [V, H].

@@ -302,7 +302,6 @@ class TestConfig:
         [
             ("Glm5NextForConditionalGeneration", "glm5_next", "indexer .*hyper-connections"),
             ("KimiK3ForConditionalGeneration", "kimi_k3", "attention residuals"),
-            ("Lfm3ForCausalLM", "lfm3", "sliding window.*gates"),
         ],
     )
     def test_what_relatives_lack_is_named(self, tmp_path: Path, name: str, kind: str, missing: str) -> None:

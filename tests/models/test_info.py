@@ -36,6 +36,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "mlp": 2,
     },
     "lfm2": {"blocks": 4, "attention": 1, "short_convolution": 3, "mlp": 4},
+    "lfm3": {"blocks": 4, "attention": 2, "short_convolution": 2, "mlp": 4},
     "olmo-hybrid": {"blocks": 4, "attention": 1, "gated_delta_net": 3, "mlp": 4},
     "mamba2": {"blocks": 3, "mamba2": 3},
     "qwen3.5": {"blocks": 4, "attention": 1, "gated_delta_net": 3, "mlp": 4},

@@ -41,6 +41,7 @@ TIED = {
     "kimi-linear": "latent-queries",
     "lfm2": "biased-tied",
     "lfm2-moe": "tied",
+    "lfm3": "biased-tied",
     "mamba1": "biased-tied",
     "mamba2": "biased-tied",
     "nemotron-h": "tied",

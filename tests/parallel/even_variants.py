@@ -45,6 +45,7 @@ QUARTERS: dict[str, dict[str, Any]] = {
     "kimi-linear": EVEN["kimi-linear"]["even-latent-queries"],
     "lfm2": {"num_attention_heads": 4, "hidden_size": 40},
     "lfm2-moe": {"num_attention_heads": 4, "hidden_size": 40},
+    "lfm3": {"num_attention_heads": 4, "hidden_size": 40},
     "mamba1": {},
     "mamba2": {"num_heads": 8, "head_dim": 9},
     "nemotron-h": {"num_attention_heads": 8, "mamba_num_heads": 8},

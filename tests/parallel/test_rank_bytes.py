@@ -22,6 +22,7 @@ VARIANTS = {
     "jamba": "even-default",
     "kimi-linear": "even-default",
     "lfm2": "default",
+    "lfm3": "biased-tied",
     "mamba1": "default",
     "mamba2": "default",
     "qwen3.5-moe": "default",

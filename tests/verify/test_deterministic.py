@@ -69,6 +69,7 @@ SIMILAR = {
     "Mamba2 alone": "mamba2",
     "Qwen3-Next": "qwen3-next",
     "windows and experts": "lfm2-moe",
+    "windows of attention": "lfm3",
 }
 WAYS_OF_SIMILAR = ("operators", "preempted", "tree")
 GELU = {"mlp_hidden_act": "gelu"}

@@ -100,13 +100,16 @@ def test_beside_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert len(line.split()) == 7
 
 
-def test_both_runtimes_run_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "attention"), [("lfm2", "full_attention"), ("lfm3", "sliding_attention")])
+def test_both_runtimes_run_the_same_tokens(
+    family: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each request a text of its own, whatever random weights would choose."""
-    config_class, model_class, _ = SHAPES["lfm2"]
-    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config_class, model_class, settings = SHAPES[family]
+    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["conv", attention], "sliding_window": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
-    monkeypatch.setitem(SHAPES, "lfm2", (config_class, model_class, SHAPES["lfm2"][2] | tiny | heads))
-    write_family("lfm2", tmp_path)
+    monkeypatch.setitem(SHAPES, family, (config_class, model_class, settings | tiny | heads))
+    write_family(family, tmp_path)
     texts = [families.prompt_and_rest(request, tokens=6) for request in range(3)]
     assert len({token for prompt, _ in texts for token in prompt}) == 3 * families.PATTERN_TOKENS
 

@@ -282,6 +282,33 @@ def test_a_layer_of_long_runs(triton_ops: Any, gpu_device: str) -> None:
         torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE[FP16])
 
 
+@pytest.mark.fast_cases("9-9-2-", "4-9-30-")
+@pytest.mark.parametrize(
+    ("num_queries", "num_entries", "window", "dtype"),
+    [(3, 0, 1, FP32), (9, 9, 2, FP32), (4, 9, 30, BF16), (9, 9, 17, FP16), (66, 0, 5, FP32), (66, 66, 3, FP32)],
+)
+def test_windows(
+    triton_ops: Any, gpu_device: str, num_queries: int, num_entries: int, window: int, dtype: torch.dtype
+) -> None:
+    """Smaller than a block, than a tree, and larger; where it begins differs from query to query."""
+    contexts = [41, 0, 130] if num_queries < 64 else [41]
+    layer = make_layer(make_keys(contexts, num_queries, num_entries=num_entries), (4, 2, 16), 8, dtype, "norm rotary")
+    layer["config"] = replace(layer["config"], window=window)
+    for got, want in zip(run_layer(triton_ops, gpu_device, layer), right_layer(layer), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_entries", [0, 5])
+def test_keys_before_all_windows_are_not_read(triton_ops: Any, gpu_device: str, num_entries: int) -> None:
+    layer = make_layer(make_keys([90], 5, num_entries=num_entries), (2, 1, 16), 8, FP32, "")
+    layer["config"] = replace(layer["config"], window=20)
+    for pool in (layer["k_pool"], layer["v_pool"]):
+        pool[layer["metadata"].table[layer["metadata"].rows[0], :71]] = torch.nan
+    out, want = run_layer(triton_ops, gpu_device, layer)[0], right_layer(layer)[0]
+    assert want.isfinite().all()
+    torch.testing.assert_close(out, want, **TOLERANCE[FP32])
+
+
 def test_what_is_stored_bit_for_bit(triton_ops: Any, gpu_device: str) -> None:
     """Every product is rounded where PyTorch rounds it."""
     layer = make_layer(make_keys([9, 4], 4), (2, 1, 16), 6, FP16, "rotary")

@@ -220,6 +220,26 @@ def lfm2(c: dict[str, Any]) -> Tensors:
             yield from feed_forward(f"{p}feed_forward.experts.{e}.", c["moe_intermediate_size"])
 
 
+def lfm3(c: dict[str, Any]) -> Tensors:
+    """LFM3: the name of the gates is the one that transformers converts."""
+    hidden, inner, heads, dim = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"], c["head_dim"]
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
+    yield from norms("model.", hidden, "embedding_norm")
+    for i, kind in enumerate(c["layer_types"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+        if kind == "conv":
+            yield f"{p}conv.in_proj.weight", (3 * hidden, hidden)
+            yield f"{p}conv.conv.weight", (hidden, 1, c["conv_L_cache"])
+            yield f"{p}conv.out_proj.weight", (hidden, hidden)
+        else:
+            yield from attention(f"{p}self_attn.", hidden, heads, c["num_key_value_heads"], dim)
+            yield from norms(f"{p}self_attn.", dim, "q_norm", "k_norm")
+            yield f"{p}self_attn.gate_proj.weight", (heads, hidden)
+        yield from ((f"{p}feed_forward.{x}.weight", (inner, hidden)) for x in ("w1", "w3"))
+        yield f"{p}feed_forward.w2.weight", (hidden, inner)
+
+
 def olmo(c: dict[str, Any]) -> Tensors:
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     key_heads, value_heads, width = (c[f"linear_{x}"] for x in ("num_key_heads", "num_value_heads", "value_head_dim"))

@@ -27,6 +27,7 @@ from tests.models.published.names import (
     jamba,
     kimi,
     lfm2,
+    lfm3,
     ling,
     nemotron,
     olmo,
@@ -214,6 +215,33 @@ LFM2 = {
     "num_key_value_heads": 8,
     "rope_theta": 1000000.0,
     "vocab_size": 65536,
+}
+LFM3 = {
+    "architectures": ["Lfm3ForCausalLM"],
+    "model_type": "lfm3",
+    "attention_bias": False,
+    "conv_L_cache": 7,
+    "conv_bias": False,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 7680,
+    "layer_types": [
+        "conv" if i % 2 or i == 0 else "full_attention" if i % 4 == 2 else "sliding_attention" for i in range(24)
+    ],
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1e6, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "sliding_window": 256,
+    "tie_word_embeddings": True,
+    "use_attention_gate": True,
+    "use_sandwich_norm": True,
+    "vocab_size": 128000,
 }
 OLMO_HYBRID = {
     "architectures": ["OlmoHybridForCausalLM"],
@@ -522,6 +550,15 @@ MODELS = {
         18,
         StateShape.window(2048, 3),
     ),
+    # sizes of its config class in transformers, which names this checkpoint
+    "LFM3-1.7B": Published(
+        LFM3,
+        lfm3,
+        1_728_801_536,
+        (KVShape(11, 4, 128),),
+        13,
+        StateShape.window(2048, 7),
+    ),
     "Olmo-Hybrid-7B": Published(
         OLMO_HYBRID, olmo, 7_430_870_688, (KVShape(8, 30, 128),), 24, StateShape(30, 30, 96, 192, 4)
     ),
@@ -681,5 +718,5 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    without_mamba2 = ("Qwen", "LFM2", "Olmo", "Kimi", "Ling", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
+    without_mamba2 = ("Qwen", "LFM", "Olmo", "Kimi", "Ling", "Falcon-Mamba", "Jamba", "Mamba-2.8B")
     assert limits == (set() if name.startswith(without_mamba2) else {(0.0, INF)})
