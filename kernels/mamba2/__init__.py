@@ -10,6 +10,7 @@ from specmamba.kernels.mamba2 import native_ops, torch_ops
 from specmamba.kernels.mamba2.native_ops import extend, tree_verify
 from specmamba.kernels.mamba2.operands import Inputs, Weights
 from specmamba.kernels.state_records import ExtendOperands, RecordOperands, RowSet, StateOperands
+from specmamba.kernels.tree import MAX_NODES
 
 __all__ = [
     "Inputs",
@@ -23,8 +24,7 @@ __all__ = [
     "tree_verify",
 ]
 
-MAX_NODES = 64  # of a tree that one program of Triton verifies at once
-ONE_BLOCK = 64  # channels up to which one program may have a whole head
+ONE_BLOCK = 64  # channels up to which so few programs have a head that each may make its products again
 
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:

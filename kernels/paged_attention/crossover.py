@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from specmamba.kernels import gpu
 from specmamba.kernels.paged_attention import tiles, torch_ops
 from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata, LayerKV
+
+logger = logging.getLogger("specmamba")
 
 SIZES = (512, 1024, 2048, 4096, 8192)  # queries of a run, at the start of a text
 ROUNDS = 5  # in which the forms take turns, behind one that is not timed
@@ -73,9 +76,9 @@ def heads_of(config: AttentionConfig, dtype: torch.dtype, device: torch.device) 
     """What a layer is timed as; None: it never gathers.
 
     FlashAttention takes numbers of 16 bits, in heads that are narrower than latents. What PyTorch has for float32 is
-    not as exact as the kernels, whose products are IEEE.
+    not as exact as the kernels, whose products are IEEE. Of a window it would read keys that no query sees.
     """
-    if config.latent_dim is not None or dtype not in (torch.bfloat16, torch.float16):
+    if config.latent_dim is not None or config.window or dtype not in (torch.bfloat16, torch.float16):
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     return Heads(config.num_query_heads, config.num_key_heads, config.head_dim, config.has_gate, dtype, device)
@@ -101,10 +104,21 @@ def measure(heads: Heads, most_queries: int, in_kernels: Form) -> int | None:
     """
     if _most.get(heads, 0) < most_queries:
         forms = in_kernels, torch_ops.attend_spans
-        is_possible = _has_flash(heads) and agree(heads, *forms)
+        is_possible = _has_flash(heads) and _agree_or_warn(heads, *forms)
         _least[heads] = least_faster(timed(heads, most_queries, *forms, _gpu_seconds)) if is_possible else None
         _most[heads] = most_queries
     return _least[heads]
+
+
+def _agree_or_warn(heads: Heads, in_kernels: Form, gathered: Form) -> bool:
+    if agree(heads, in_kernels, gathered):
+        return True
+    logger.warning(
+        "attention of %d heads over %d of %d: Triton's kernel and PyTorch's FlashAttention give different results on "
+        "this GPU; the kernel is used, and SPECMAMBA_TRITON=-paged_attention does without it",
+        *heads[:3],
+    )
+    return False
 
 
 def least_faster(times: Sequence[Seconds]) -> int | None:
@@ -142,10 +156,11 @@ def agree(heads: Heads, first: Form, second: Form) -> bool:
 
 
 def _has_flash(heads: Heads) -> bool:
-    """Whether PyTorch has FlashAttention for these heads; without it a mask of queries x keys would be made."""
+    """Whether PyTorch has FlashAttention for these heads."""
     q, kv, *_ = _operands(heads, *TRIED)
     own, k, v = (x.transpose(0, 1)[None] for x in (q[0], kv.k_pool, kv.v_pool))
-    return can_use_flash_attention(SDPAParams(own, k, v, None, 0.0, True, True))
+    # not as causal: PyTorch means upper left by that, and refuses it for fewer queries than keys
+    return can_use_flash_attention(SDPAParams(own, k, v, None, 0.0, False, True))
 
 
 def _operands(

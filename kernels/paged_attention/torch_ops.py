@@ -49,9 +49,9 @@ def attend(
 
 
 def attend_spans(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
-    """Causal attention of long runs, row by row: for GPUs, where PyTorch has FlashAttention (arXiv 2307.08691).
+    """Causal attention of long runs, row by row: on a GPU by PyTorch's FlashAttention (arXiv 2307.08691), with no mask.
 
-    No mask is made where that takes the heads. So many key heads are gathered at once as ``GATHERED_BYTES`` holds, one
+    So many key heads are gathered at once as ``GATHERED_BYTES`` holds, one
     at least.
 
     Args:
@@ -80,9 +80,13 @@ def attend_spans(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: flo
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [N, Hq, D], k and v [L, Hkv, D]; the last query sees all keys, each one before it a key less: [N, Hq, D]."""
-    causal = causal_lower_right(len(q), len(k))
+    causal = causal_lower_right(len(q), len(k)) if q.is_cpu else None
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale, enable_gqa=True)
+    if causal is not None:
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale, enable_gqa=True)
+    else:
+        # where N = L, the call above takes another of PyTorch's kernels; causal is lower right in this one
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
     return found[0].transpose(0, 1)
 
 

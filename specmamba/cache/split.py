@@ -95,9 +95,9 @@ class Split:
         return is_little and self.spare_bytes < self.bounds.slot_bytes
 
     def gain_slots(self, num_missing: int, num_kept: int) -> bool:
-        """Add state slots, in place of free pages if need be: as many as are missing, or as there is memory for.
+        """Add state slots, in place of free pages if need be: as many as are missing, as far as memory allows.
 
-        Half of what free pages make are added at least: the next requests need no move then.
+        More are added, up to half of what spare bytes and free pages make, so that the next requests need no move.
 
         Args:
             num_missing: slots.

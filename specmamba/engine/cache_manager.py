@@ -429,7 +429,7 @@ class CacheManager:
             self.pools.states.free(slot, PREFIX_CACHE)
         elif is_spare:
             self.cache.mark_spare(insertion.node, self._max_spare)
-        if insertion.node is not start:
+        if insertion.node is not start and start.end not in request.chunk_ends:  # where others wait to go on
             self.cache.pass_state(start)
         self.cache.move_lock(start, insertion.node)
         request.node = insertion.node

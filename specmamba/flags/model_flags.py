@@ -191,7 +191,10 @@ class ModelFlags(CommandLine):
     ] = 3
     cache_eviction: Annotated[
         Literal["lru", "flops"],
-        Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),
+        Field(
+            description="what leaves the prefix cache first: states that texts have passed, then what is oldest; or "
+            "what is old and cheap to compute again"
+        ),
     ] = "lru"
     enable_hierarchical_cache: Annotated[
         bool, Field(description="keep prefixes that the pools have no room for; the flags that say where imply this")

@@ -152,6 +152,19 @@ class TestWhatMakesRoom:
         assert cache.peek(memory.request("a", A).key())[0] == (2 if goes == "long" else 5)
         assert cache.peek(memory.request("a", A[:4]).key())[0] == (0 if goes == "middle" else 2)
 
+    @pytest.mark.parametrize("is_awaited", [False, True])
+    def test_a_state_that_others_wait_for_is_not_passed(self, is_awaited: bool) -> None:
+        memory = small()
+        request = memory.request("long", A)
+        assert memory.manager.acquire(request, 6, 0)
+        if is_awaited:
+            request.chunk_ends.add(2)
+        memory.write(request, 2)
+        memory.manager.leave_chunk(request, None)
+        memory.write(request, 5)
+        memory.end(request)
+        assert [node.end for node in memory.manager.cache._recency.passed] == ([] if is_awaited else [2])
+
     @pytest.mark.parametrize(("pages", "slots"), [(23, 1), (0, 7)])
     def test_the_line_moves_once_however_much_is_evicted(self, pages: int, slots: int) -> None:
         memory = small()
@@ -443,12 +456,16 @@ def _hits(share: float, is_elastic: bool, is_even: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("is_even", [False, True])
-def test_no_fixed_split_spares_more_in_either_half(is_even: bool) -> None:
+def test_no_fixed_split_spares_one_percent_more_in_either_half(is_even: bool) -> None:
     """The best one of each half is known only afterwards. One document more or less is 1 % of a half of one seed."""
     fixed = [[sum(half) for half in zip(*_hits(share, False, is_even), strict=True)] for share in SHARES]
     short, long = (sum(half) for half in zip(*_hits(0.45, True, is_even), strict=True))
-    assert short >= max(each[0] for each in fixed) > 1.3 * min(each[0] for each in fixed)
-    assert long >= 0.99 * max(each[1] for each in fixed) > 1.3 * min(each[1] for each in fixed)
+    for spared, of_fixed, share in (
+        (short, [each[0] for each in fixed], 1.0),
+        (long, [each[1] for each in fixed], 0.99),
+    ):
+        assert spared >= share * max(of_fixed)
+        assert max(of_fixed) > 1.3 * min(of_fixed)
 
 
 def test_the_line_moves_in_such_a_load() -> None:

@@ -39,8 +39,18 @@ READ_EARLY = (
     "OMP_",
     "MKL_",
     "GOMP_",
+    "KMP_",
+    "OPENBLAS_",
+    "CUDA_",
+    "TORCH",
+    "PYTORCH_",
+    "HF_",
     "PYTHONHASHSEED",
     "PYTHONWARNINGS",
+    "PYTHONUTF8",
+    "PYTHONOPTIMIZE",
+    "PYTHONIOENCODING",
+    "PYTHONFAULTHANDLER",
     "ATEN_",
     "ONEDNN_",
     "MALLOC_",
@@ -75,7 +85,9 @@ def _execute_child(process: Any, program: Mapping[str, Any], *given: Any) -> Non
     p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, *ids, umask, is_session, group = given[10:]
     others = (executable, preexec_fn, shell, *(None if each == -1 else each for each in (*ids, umask, group)))
     environment = {**(os.environ if env is None else env)}
-    if any(others) or not close_fds or _early(environment) != _early(os.environ):
+    with lock:
+        _, early = _ancestor()
+    if any(others) or not close_fds or _early(environment) != early:
         EXECUTE(process, *given)
         return
     streams = [own if fd == -1 else fd for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
@@ -111,8 +123,9 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
-def _ancestor() -> socket.socket:
-    """The connection with the process whose forks are started; it ends with this process."""
+def _ancestor() -> tuple[socket.socket, dict[str, str]]:
+    """The connection with the process whose forks are started, and what that has read early; it ends with this one."""
+    early = _early(os.environ)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for side in (ours, theirs):
         side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
@@ -125,14 +138,14 @@ def _ancestor() -> socket.socket:
         ours.close()
         process.wait()
 
-    return ours
+    return ours, early
 
 
 def _forked(task: Mapping[str, Any], fds: Sequence[int]) -> int:
     """The id of a process that runs ``task``: a child of this process, which adopts it."""
     adopt = ctypes.CDLL(None, use_errno=True).prctl
     with lock:
-        ancestor = _ancestor()
+        ancestor, _ = _ancestor()
         assert adopt(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
         try:
             socket.send_fds(ancestor, [json.dumps(task).encode()], list(fds))
@@ -222,8 +235,7 @@ def run(task: Mapping[str, Any]) -> NoReturn:
             status = 1
     except KeyboardInterrupt:
         traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        status = signal.SIGINT
     except BaseException:  # noqa: BLE001  # as python does
         traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]
@@ -231,6 +243,9 @@ def run(task: Mapping[str, Any]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if isinstance(status, signal.Signals):  # as python does, so that a shell knows
+        signal.signal(status, signal.SIG_DFL)
+        os.kill(os.getpid(), status)
     os._exit(status & 0xFF if isinstance(status, int) else 1)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.forked import READ_EARLY
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -21,7 +22,7 @@ def test_streams_arguments_environment_and_folder(tmp_path: Path) -> None:
     code = (
         IS_FORK + "import os; print(input(), sys.argv, os.environ['GIVEN'], os.getcwd()); print('e', file=sys.stderr)"
     )
-    environment = {"GIVEN": "x", "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+    environment = {name: value for name, value in os.environ.items() if name.startswith(READ_EARLY)} | {"GIVEN": "x"}
     done = subprocess.run(
         [*PYTHON, code, "a", "b c"],
         input="in\n",

@@ -312,7 +312,8 @@ class MambaRadixCache:
 
         A request that goes on with this text needs the state below alone: each turn of a chat, and each chunk of a
         prompt, passes the state before it. What was passed serves only texts that part from this one behind it. A state
-        from which several have gone on stays. Under ``flops`` nothing changes: it weighs what each state saves.
+        from which several have gone on stays. One that was passed goes first until it is used again, also when the
+        state below it has gone. Under ``flops`` nothing changes: it weighs what each state saves.
         """
         if self.policy != "flops" and node.state_slot is not None and not _is_branch(node):
             self._recency.pass_state(node)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmamba import LLM
 from specmamba.cache.access import prefill_chunk
@@ -227,6 +228,7 @@ def test_which_layers_are_timed() -> None:
     assert crossover.heads_of(layer, BF16, CPU) == HEADS
     assert crossover.heads_of(layer, FP32, CPU) is None
     assert crossover.heads_of(AttentionConfig(4, 1, 576, 0.3, latent_dim=512), BF16, CPU) is None
+    assert crossover.heads_of(replace(layer, window=16), BF16, CPU) is None
 
 
 def test_without_flash_attention_nothing_is_timed(known: dict[Heads, int | None]) -> None:
@@ -235,7 +237,45 @@ def test_without_flash_attention_nothing_is_timed(known: dict[Heads, int | None]
     assert known == {HEADS: None}
 
 
-def test_heads_are_timed_once(known: dict[Heads, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_about_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes runs behind other keys only where they are not called causal, which is upper left there."""
+    asked: list[Any] = []
+
+    def note(params: Any) -> bool:
+        asked.append(params)
+        return True
+
+    monkeypatch.setattr(crossover, "can_use_flash_attention", note)
+    assert crossover._has_flash(HEADS)
+    (params,) = asked
+    assert (params.is_causal, params.enable_gqa, params.attn_mask, params.dropout) == (False, True, None, 0.0)
+    assert params.query.shape == (1, HEADS.query_heads, crossover.TRIED[1], HEADS.head_dim)
+    assert params.key.shape == params.value.shape
+    assert params.key.shape[2] > params.query.shape[2]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 9)])
+def test_a_gpu_has_one_form_whatever_lies_in_front_of_a_run(queries: int, keys: int) -> None:
+    """PyTorch's FlashAttention, here without numbers: its operator takes what it is given."""
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (
+        torch.empty(n, heads, 16, dtype=BF16, device="meta") for n, heads in ((queries, 4), (keys, 2), (keys, 2))
+    )
+    with Watch():  # type: ignore[no-untyped-call]
+        out = torch_ops._attend_causally(q, k, v, 0.3)
+    assert out.shape == q.shape
+    assert "_scaled_dot_product_flash_attention" in called
+
+
+def test_heads_are_timed_once(
+    known: dict[Heads, int | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(crossover, "_has_flash", lambda _: True)
     monkeypatch.setattr(crossover, "agree", lambda *_: True)
     counted: list[int] = []
@@ -258,8 +298,10 @@ def test_heads_are_timed_once(known: dict[Heads, int | None], monkeypatch: pytes
     counted.clear()
     monkeypatch.setattr(crossover, "agree", lambda *_: False)
     others = HEADS._replace(has_gate=False)
+    assert "different" not in caplog.text
     assert crossover.measure(others, 8192, torch_ops.attend_spans) is None
     assert counted == []
+    assert "4 heads over 2 of 16: Triton's kernel and PyTorch's FlashAttention give different results" in caplog.text
 
 
 @pytest.mark.usefixtures("gpu_device")
