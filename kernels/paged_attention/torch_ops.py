@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from specmamba.kernels import rowwise
 from specmamba.kernels.paged_attention.codes import as_bytes, quantize
@@ -80,12 +79,13 @@ def attend_spans(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: flo
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [N, Hq, D], k and v [L, Hkv, D]; the last query sees all keys, each one before it a key less: [N, Hq, D]."""
-    causal = causal_lower_right(len(q), len(k)) if q.is_cpu else None
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    if causal is not None:
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale, enable_gqa=True)
+    if q.is_cpu:
+        is_seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, scale=scale, enable_gqa=True)
     else:
-        # where N = L, the call above takes another of PyTorch's kernels; causal is lower right in this one
+        # by `scaled_dot_product_attention` where N = L, and `causal_lower_right` where not, other kernels of PyTorch's
+        # would take a part of the runs, and all of torch.compile would be imported; causal is lower right here
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
     return found[0].transpose(0, 1)
 

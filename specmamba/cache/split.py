@@ -94,10 +94,13 @@ class Split:
         is_little = 0 <= num_pages * self.bounds.page_bytes < self._slack_bytes
         return is_little and self.spare_bytes < self.bounds.slot_bytes
 
-    def gain_slots(self, num_missing: int, num_kept: int) -> bool:
-        """Add state slots, in place of free pages if need be: as many as are missing, as far as memory allows.
+    def slots_of_half(self, num_kept: int) -> int:
+        """Slots that half of the spare bytes and of free pages would make, ``num_kept`` pages beside them."""
+        num_free = max(0, self._kv.allocator.num_free - num_kept)
+        return (self.spare_bytes + num_free * self.bounds.page_bytes) // self.bounds.slot_bytes // 2
 
-        More are added, up to half of what spare bytes and free pages make, so that the next requests need no move.
+    def gain_slots(self, num_missing: int, num_kept: int) -> bool:
+        """Add state slots, in place of free pages if need be: as many as are missing, or as there is memory for.
 
         Args:
             num_missing: slots.
@@ -108,9 +111,8 @@ class Split:
         """
         bounds, spare, states = self.bounds, self.spare_bytes, self._states
         num_free = max(0, self._kv.allocator.num_free - num_kept)
-        affordable = (spare + num_free * bounds.page_bytes) // bounds.slot_bytes
-        wanted = max(num_missing, affordable // 2)
-        count = min(wanted, affordable, bounds.most_state_slots - states.num_slots)
+        room = min(num_missing, bounds.most_state_slots - states.num_slots)
+        count = min(room, (spare + num_free * bounds.page_bytes) // bounds.slot_bytes)
         if count < 1:
             return False
         num_pages = -(-(count * bounds.slot_bytes - spare) // bounds.page_bytes)
