@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -353,3 +355,10 @@ def test_the_switch_decides_whether_anything_is_timed(
     monkeypatch.setattr(gpu, "_is_on", lambda: bool(given.operators))
     assert crossover.can_measure(torch.device("cuda")) == is_measured
     assert not crossover.can_measure(CPU)
+
+
+def test_torch_compile_is_not_imported() -> None:
+    """It takes seconds, and brings Triton to processes that run nothing of it."""
+    code = "import sys, specmamba.engine.engine; print([x for x in ('triton', 'torch._dynamo') if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
