@@ -22,7 +22,7 @@ SIZES = (512, 1024, 2048, 4096, 8192)  # queries of a run, at the start of a tex
 ROUNDS = 5  # in which the forms take turns, behind one that is not timed
 MAX_SECONDS = 0.01  # of one call; a larger size than one that takes longer is not timed
 WORTH = 0.95  # of the time of the kernel: PyTorch's form takes memory besides
-TRIED = 192, 128  # keys in front of the run, and its queries, for which both forms have to agree
+TRIED = 8, 128  # keys in front of the run, and its queries, for which both forms have to agree
 MAX_DIFFERENCE = 2**-5  # of results of the order of 0.1: one key more or less makes a larger one
 
 Form = Callable[[Tensor, LayerKV, AttentionMetadata, float, Tensor | None], Tensor]
