@@ -50,8 +50,7 @@ def attend(
 def attend_spans(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
     """Causal attention of long runs, row by row: on a GPU by PyTorch's FlashAttention (arXiv 2307.08691), with no mask.
 
-    So many key heads are gathered at once as ``GATHERED_BYTES`` holds, one
-    at least.
+    So many key heads are gathered at once as ``GATHERED_BYTES`` holds, one at least.
 
     Args:
         q: [B, N, Hq, D].

@@ -15,6 +15,7 @@ from specmamba.kernels.state_records.triton_kernels import (
     add_sums,
     decay_behind,
     decays_to_last,
+    finite,
     path_decay,
 )
 
@@ -24,12 +25,6 @@ def _vectors(base, index, stride, lanes, num_vectors, num_lanes):
     """[I, D]: contiguous vectors of ``num_lanes``, one per index, float32; 0 outside."""
     mask = (index < num_vectors)[:, None] & (lanes < num_lanes)[None, :]
     return tl.load(base + index.to(tl.int64)[:, None] * stride + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _finite(x):
-    """x with 0 for values that are not finite: masked weights are 0 but still multiplied, and 0 times NaN is NaN."""
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -97,7 +92,7 @@ def _log_decay(ancestors, g, g_node_stride, i, num_nodes, NODES: tl.constexpr):
     """Log decay of the paths from the root to nodes i, [I]."""
     j = tl.arange(0, NODES)
     of_nodes = tl.load(g + j * g_node_stride, mask=j < num_nodes, other=0.0)
-    return tl.sum(tl.where(_sees(ancestors, i, j, num_nodes), _finite(of_nodes)[None, :], 0.0), axis=1)
+    return tl.sum(tl.where(_sees(ancestors, i, j, num_nodes), finite(of_nodes)[None, :], 0.0), axis=1)
 
 
 @triton.jit
@@ -112,7 +107,7 @@ def _decay_between(
     between = tl.zeros([NODES, RECORDS], tl.float32)
     for first in range(0, num_nodes, RECORDS):
         n = first + tl.arange(0, RECORDS)
-        own = _finite(tl.load(g + n * g_node_stride, mask=n < num_nodes, other=0.0))
+        own = finite(tl.load(g + n * g_node_stride, mask=n < num_nodes, other=0.0))
         is_behind = _sees(ancestors, n, j, num_nodes) & (n[:, None] != j[None, :])
         on_path = tl.where(_sees(ancestors, i, n, num_nodes), own[None, :], 0.0)
         between = add_sums(between, on_path, is_behind, PARTS)
@@ -135,7 +130,7 @@ def _scores(
             of_c = _vectors(c, i, c_node_stride, lanes, num_nodes, STATE_DIM)
             of_b = _vectors(b, j, b_node_stride, lanes, num_nodes, STATE_DIM)
             flaws += tl.sum(_flaw(of_b), axis=1)
-            scores = add_product(scores, of_c, tl.trans(_finite(of_b)), PARTS)
+            scores = add_product(scores, of_c, tl.trans(finite(of_b)), PARTS)
     else:
         scores = tl.load(products + j[None, :], mask=sees, other=0.0)
     return scores, flaws
@@ -168,7 +163,7 @@ def _keep(
     """Store B of nodes i in their records."""
     for first_kept in range(0, STATE_DIM, LANES):
         lanes = first_kept + tl.arange(0, LANES)
-        of_b = _finite(_vectors(b, i, b_node_stride, lanes, num_nodes, STATE_DIM))
+        of_b = finite(_vectors(b, i, b_node_stride, lanes, num_nodes, STATE_DIM))
         in_record = (i < num_nodes)[:, None] & (lanes < STATE_DIM)[None, :]
         place = kept_b + (node_offset + i).to(tl.int64)[:, None] * kept_b_record_stride + lanes[None, :]
         tl.store(place, of_b, mask=in_record)
@@ -255,7 +250,7 @@ def tree_verify(
             STATE_DIM, NODES, LANES, RECORDS, PARTS,
         )  # fmt: skip
         flaws += tl.sum(_flaw(of_u), axis=1) + _flaw(own)
-        of_u = _finite(of_u)
+        of_u = finite(of_u)
         weights = scores * between + tl.where(is_seen, flaws[None, :], 0.0)
         total = add_product(total, weights, of_u, PARTS)
 
@@ -263,7 +258,7 @@ def tree_verify(
         in_record = (j < num_nodes)[:, None] & in_columns[None, :]
         tl.store(kept_u + record[:, None] * kept_u_record_stride + columns[None, :], of_u, mask=in_record)
         if block == 0:
-            tl.store(kept_decay + record * kept_decay_record_stride, _finite(own), mask=j < num_nodes)
+            tl.store(kept_decay + record * kept_decay_record_stride, finite(own), mask=j < num_nodes)
     is_keeping = (block == 0) & (head % heads_per_group == 0) if products is None else False
     if is_keeping:
         _keep(b, b_node_stride, kept_b, kept_b_record_stride, i, node_offset, num_nodes, STATE_DIM, LANES)
@@ -319,7 +314,7 @@ def root_verify(
     pending, is_folding = _pending_of(batch, num_pending, node_offset, folds)
     last_decay = path_decay(kept_decay, pending, kept_decay_record_stride, RECORDS)
     flaw = _flaw(g) + tl.sum(_flaw(b), axis=0) + tl.sum(_flaw(u), axis=0)
-    b, u, own = _finite(b), _finite(u), _finite(g)
+    b, u, own = finite(b), finite(u), finite(g)
     decay = own + tl.where(is_folding, 0.0, last_decay)
 
     record = node_offset.to(tl.int64)
@@ -404,7 +399,7 @@ def chain_verify(
         u_raw = tl.load(u + i * u_node_stride, mask=in_columns, other=0.0)
         g_raw = tl.load(g + i * g_node_stride)
         flaw += _flaw(g_raw) + tl.sum(_flaw(b_raw), axis=0) + tl.sum(_flaw(u_raw), axis=0)
-        b_node, u_node, g_node = _finite(b_raw), _finite(u_raw), _finite(g_raw)
+        b_node, u_node, g_node = finite(b_raw), finite(u_raw), finite(g_raw)
         state = state * tl.exp(g_node) + b_node[:, None] * u_node[None, :]
         total = tl.sum(c_node[:, None] * state, axis=0) + flaw
         tl.store(out + i * out_node_stride, total, mask=in_columns)

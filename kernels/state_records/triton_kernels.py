@@ -12,7 +12,7 @@ def not_finite(x):
 
 @triton.jit
 def finite(x):
-    """x with 0 in place of values that are not finite."""
+    """x with 0 for values that are not finite: masked weights are 0 but still multiplied, and 0 times NaN is NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 

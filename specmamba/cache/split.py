@@ -94,10 +94,10 @@ class Split:
         is_little = 0 <= num_pages * self.bounds.page_bytes < self._slack_bytes
         return is_little and self.spare_bytes < self.bounds.slot_bytes
 
-    def slots_of_half(self, num_kept: int) -> int:
-        """Slots that half of the spare bytes and of free pages would make, ``num_kept`` pages beside them."""
+    def affordable_slots(self, num_kept: int) -> int:
+        """Slots that spare bytes and free pages would make, ``num_kept`` pages beside them."""
         num_free = max(0, self._kv.allocator.num_free - num_kept)
-        return (self.spare_bytes + num_free * self.bounds.page_bytes) // self.bounds.slot_bytes // 2
+        return (self.spare_bytes + num_free * self.bounds.page_bytes) // self.bounds.slot_bytes
 
     def gain_slots(self, num_missing: int, num_kept: int) -> bool:
         """Add state slots, in place of free pages if need be: as many as are missing, or as there is memory for.
@@ -109,13 +109,11 @@ class Split:
         Returns:
             False, with no change: there is memory for none.
         """
-        bounds, spare, states = self.bounds, self.spare_bytes, self._states
-        num_free = max(0, self._kv.allocator.num_free - num_kept)
-        room = min(num_missing, bounds.most_state_slots - states.num_slots)
-        count = min(room, (spare + num_free * bounds.page_bytes) // bounds.slot_bytes)
+        bounds, states = self.bounds, self._states
+        count = min(num_missing, bounds.most_state_slots - states.num_slots, self.affordable_slots(num_kept))
         if count < 1:
             return False
-        num_pages = -(-(count * bounds.slot_bytes - spare) // bounds.page_bytes)
+        num_pages = -(-(count * bounds.slot_bytes - self.spare_bytes) // bounds.page_bytes)
         if num_pages > 0:
             self._drop_pages(num_pages)
         states.extend(count)

@@ -22,7 +22,7 @@ from specmamba.checkpoints.checkpoint import (
 )
 from specmamba.config import FORM_FLAG, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
-from specmamba.engine.captured.step_memory import parts_below
+from specmamba.engine.captured.step_memory import walk
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
@@ -309,13 +309,8 @@ def time_attention(models: Models, config: EngineConfig, device: torch.device) -
 
 def _attention_layers(part: object, seen: set[int]) -> Iterator[Attention]:
     """Layers of a part of a model, but for objects whose id is in ``seen``, which the others are added to."""
-    if id(part) in seen:
-        return
-    seen.add(id(part))
-    if isinstance(part, Attention):
-        yield part
-    for below in parts_below(part):
-        yield from _attention_layers(below, seen)
+    found = walk(part, seen, lambda each: isinstance(each, Attention))
+    return (each for each in found if isinstance(each, Attention))
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from specmamba.checkpoints.files import read_json
 from specmamba.checkpoints.quantized.stored_report import StoredMatrices
 from specmamba.config import TEXT_ALGORITHMS, WEIGHTLESS, EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
-from specmamba.engine.captured.step_memory import graph_token_bytes, parts_below, products_below
+from specmamba.engine.captured.step_memory import graph_token_bytes, products_below, walk
 from specmamba.engine.loading import Crossovers, load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels import gpu
@@ -215,20 +215,13 @@ def _tokenizer(config: EngineConfig, folder: Path, model: LoadedModel) -> dict[s
 
 def _layers(part: object, seen: set[int]) -> dict[str, int]:
     """Count the layers of ``part`` by kind; objects whose id is in ``seen`` are skipped, the others are added to it."""
-    found = Counter(KINDS[type(layer)] for layer in _walk(part, seen))
+    layers = (each for each in walk(part, seen, _is_layer) if _is_layer(each))
+    found = Counter(KINDS[type(layer)] for layer in layers)
     return {kind: found[kind] for kind in dict.fromkeys(KINDS.values()) if found[kind]}
 
 
-def _walk(part: object, seen: set[int]) -> Iterator[object]:
-    """Iterate over the layers below a part of a model, without looking into the layers."""
-    if id(part) in seen:
-        return
-    seen.add(id(part))
-    if type(part) in KINDS:
-        yield part
-        return
-    for below in parts_below(part):
-        yield from _walk(below, seen)
+def _is_layer(part: object) -> bool:
+    return type(part) in KINDS
 
 
 def _read_bytes(part: object) -> int:

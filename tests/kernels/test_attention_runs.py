@@ -132,6 +132,22 @@ def alone(layer: dict[str, Any], query: int, pools: tuple[Tensor, Tensor], metad
     return run("native", layer | of_query | places, k_pool=pools[0], v_pool=pools[1])[0][0, 0]
 
 
+def check_nodes_alone(layer: dict[str, Any], parents: list[int], context: int) -> None:
+    """Each node of a tree behind a context has the bits that it has at the end of its path alone."""
+    ancestors = mask_of(torch.tensor([parents]))
+    nodes = ancestors.shape[1]
+    table, rows = layer["metadata"].table, layer["metadata"].rows
+    before = torch.full((1, nodes), context - 1)
+    tree = AttentionMetadata(table, rows, before, context + nodes, 0, torch.tensor([context]), ancestors)
+    together, *pools = run("native", layer | {"metadata": tree})
+    for node in range(nodes):
+        path = ancestors[0, node].nonzero().flatten()
+        in_a_row = torch.cat([table[:, :context], table[:, context + path]], 1)
+        last = torch.tensor([[context + len(path) - 1]])
+        of_path = AttentionMetadata(in_a_row, rows, last, in_a_row.shape[1])
+        assert torch.equal(alone(layer, node, (pools[0], pools[1]), of_path), together[0, node])
+
+
 @needs_native
 @DTYPES
 def test_exact_runs_give_a_query_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
@@ -147,16 +163,5 @@ def test_exact_runs_give_a_query_the_bits_that_it_has_alone(dtype: torch.dtype) 
 @DTYPES
 @pytest.mark.parametrize("context", [3, 16, 45])
 def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(context: int, dtype: torch.dtype) -> None:
-    ancestors = mask_of(torch.tensor([[-1, 0, 0, 1, 2, 4, 4]]))
-    nodes = ancestors.shape[1]
-    layer = make_run([nodes], context + nodes, dtype=dtype)
-    table, rows = layer["metadata"].table, layer["metadata"].rows
-    before = torch.full((1, nodes), context - 1)
-    tree = AttentionMetadata(table, rows, before, context + nodes, 0, torch.tensor([context]), ancestors)
-    together, *pools = run("native", layer | {"metadata": tree})
-    for node in range(nodes):
-        path = ancestors[0, node].nonzero().flatten()
-        in_a_row = torch.cat([table[:, :context], table[:, context + path]], 1)
-        last = torch.tensor([[context + len(path) - 1]])
-        of_path = AttentionMetadata(in_a_row, rows, last, in_a_row.shape[1])
-        assert torch.equal(alone(layer, node, (pools[0], pools[1]), of_path), together[0, node])
+    nodes = 7
+    check_nodes_alone(make_run([nodes], context + nodes, dtype=dtype), [-1, 0, 0, 1, 2, 4, 4], context)

@@ -253,7 +253,7 @@ class MambaRadixCache:
         if self._states.num_free < num_slots and self.split.spares(self._allocator.num_free - num_pages):
             self.evict_states(num_slots)
         if (lacking := num_slots - self._states.num_free) > 0:  # a few more, so that the next requests need no move
-            self.split.gain_slots(max(lacking, self.split.slots_of_half(num_pages)), num_pages)
+            self.split.gain_slots(max(lacking, self.split.affordable_slots(num_pages) // 2), num_pages)
         if (lacking := num_pages - self._allocator.num_free) > 0:
             self.split.gain_pages(lacking, num_slots)
         if self._states.num_free < num_slots or self._allocator.num_free < num_pages:

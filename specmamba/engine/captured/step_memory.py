@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -64,17 +64,27 @@ def products_below(part: object, seen: set[int]) -> Iterator[Linear | HeadProduc
 
     Objects whose id is in ``seen`` are skipped, the others are added to it.
     """
-    if id(part) in seen:
-        return
-    seen.add(id(part))
-    if isinstance(part, Linear | HeadProducts | MoE):
+    found = walk(part, seen, lambda each: isinstance(each, Linear | HeadProducts))
+    return (each for each in found if isinstance(each, Linear | HeadProducts | MoE))
+
+
+def walk(part: object, seen: set[int], is_whole: Callable[[object], bool]) -> Iterator[object]:
+    """Iterate over a part of a model and all that it consists of, but not over what is in parts that are whole.
+
+    Objects whose id is in ``seen`` are skipped, the others are added to it.
+    """
+    parts = [part]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
         yield part
-    if not isinstance(part, Linear | HeadProducts):
-        for below in parts_below(part):
-            yield from products_below(below, seen)
+        if not is_whole(part):
+            parts += reversed([*_parts_below(part)])
 
 
-def parts_below(part: object) -> Iterator[object]:
+def _parts_below(part: object) -> Iterator[object]:
     """What a part of a model consists of."""
     if isinstance(part, list | tuple):
         yield from part

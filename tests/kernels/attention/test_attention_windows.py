@@ -11,7 +11,7 @@ import torch
 from specmamba.kernels.paged_attention import AttentionMetadata
 from tests.kernels.attention import test_attention_codes as codes_tests
 from tests.kernels.test_attention_keys import make_keys, plain_mask
-from tests.kernels.test_attention_runs import HEADS, alone, check, make_run, run
+from tests.kernels.test_attention_runs import HEADS, alone, check, check_nodes_alone, make_run, run
 from tests.kernels.test_paged_attention import DTYPES, assert_alike, needs_native
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
@@ -120,16 +120,6 @@ def test_exact_runs_give_a_query_the_bits_that_it_has_alone(window: int, dtype: 
 @pytest.mark.parametrize("context", [3, 16, 45])
 def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(context: int, window: int, dtype: torch.dtype) -> None:
     """Also where the window begins in the tree: a key keeps its place in the sums."""
-    ancestors = mask_of(torch.tensor([[-1, 0, 0, 1, 2, 4, 4, 5]]))
-    nodes = ancestors.shape[1]
+    nodes = 8
     layer = windowed(make_run([nodes], context + nodes, dtype=dtype), window)
-    table, rows = layer["metadata"].table, layer["metadata"].rows
-    before = torch.full((1, nodes), context - 1)
-    tree = AttentionMetadata(table, rows, before, context + nodes, 0, torch.tensor([context]), ancestors)
-    together, *pools = run("native", layer | {"metadata": tree})
-    for node in range(nodes):
-        path = ancestors[0, node].nonzero().flatten()
-        in_a_row = torch.cat([table[:, :context], table[:, context + path]], 1)
-        last = torch.tensor([[context + len(path) - 1]])
-        of_path = AttentionMetadata(in_a_row, rows, last, in_a_row.shape[1])
-        assert torch.equal(alone(layer, node, (pools[0], pools[1]), of_path), together[0, node])
+    check_nodes_alone(layer, [-1, 0, 0, 1, 2, 4, 4, 5], context)
